@@ -1,0 +1,71 @@
+"""Typed configuration of a run. Frozen dataclasses; docstrings are the command line's help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on."""
+
+    name: Literal["synthetic", "movielens"] = "synthetic"
+    """synthetic: drawn from KuaiRand-27K's real histograms; movielens: a MovieLens file at --data.path."""
+    path: str | None = None
+    """File or folder of the data set (not for synthetic)."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A malformed row: stop and name file and line, or skip and count."""
+    scale: float = 0.001
+    """synthetic: users and items relative to KuaiRand-27K (27,285 users, 32,038,693 videos)."""
+    interest_clusters: int = 32
+    """synthetic: groups of users that share interests."""
+    batch_size: int = 64
+    """Samples per worker and step."""
+    negatives: int = 64
+    """Sampled negatives per sample."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The dense network: HSTU (arXiv 2402.17152)."""
+
+    embedding_dim: int = 64
+    """Elements per embedding row."""
+    dense_layers: int = 2
+    """HSTU blocks."""
+    heads: int = 2
+    """Attention heads per block."""
+    width: int = 64
+    """Elements of the dense network's hidden state (a linear layer joins it to embedding_dim where they differ)."""
+    sequence_length: int = 50
+    """Longest history, in items; older items are cut."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How weights move."""
+
+    sparse: Literal["sgd", "rowwise_adagrad"] = "rowwise_adagrad"
+    """Update rule of the embedding rows."""
+    sparse_lr: float = 0.05
+    """Learning rate of the embedding rows."""
+    sparse_eps: float = 1e-8
+    """AdaGrad's epsilon."""
+    dense: Literal["sgd", "adam"] = "adam"
+    """Optimizer of the dense network (torch.optim)."""
+    dense_lr: float = 1e-3
+    """Learning rate of the dense network."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Everything that decides what is learned: equal for every method that is compared."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    seed: int = 1
+    """Seeds data, initial weights and negatives."""
+    pace_dense_ms: float = 0.0
+    """Stretch the dense forward and backward of a batch to this many ms: a stand-in for an accelerator."""

@@ -1,0 +1,112 @@
+"""One batch of training samples on one rank: plain tensors per feature, torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """A value list per sample, stored back to back.
+
+    ``flat``: [sum of counts] (or [sum of counts, dim] once embedded), any dtype; ``counts``: int64 [samples].
+    The three accessors are torchrec's ``JaggedTensor`` interface, the part that a model may touch.
+    """
+
+    flat: Tensor
+    counts: Tensor
+
+    def values(self) -> Tensor:
+        return self.flat
+
+    def lengths(self) -> Tensor:
+        return self.counts
+
+    def offsets(self) -> Tensor:
+        """int64 [samples + 1]: where each sample's values begin; the last entry is the total."""
+        return self._offsets
+
+    @cached_property
+    def _offsets(self) -> Tensor:
+        return torch.cat([self.counts.new_zeros(1), self.counts.cumsum(0)])
+
+    def narrow(self, start: int, stop: int) -> Jagged:
+        """Samples start..stop-1, without a copy."""
+        low, high = int(self._offsets[start]), int(self._offsets[stop])
+        return Jagged(self.flat[low:high], self.counts[start:stop])
+
+    def select(self, index: Tensor) -> Jagged:
+        """The samples named by ``index`` (int64 [k]), in that order."""
+        counts = self.counts[index]
+        starts = self._offsets[index]
+        ends = counts.cumsum(0)
+        within = torch.arange(int(ends[-1]) if len(ends) else 0) - torch.repeat_interleave(ends - counts, counts)
+        return Jagged(self.flat[torch.repeat_interleave(starts, counts) + within], counts)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Jagged:
+        return Jagged(self.flat.to(device, non_blocking=non_blocking), self.counts.to(device, non_blocking=non_blocking))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A rank's part of one global batch.
+
+    ``sparse``: embedding keys (int64) by feature name; which table a feature reads is the model's
+    affair (``TableConfig.features``). ``extra``: whatever else the dense part needs, by name:
+    jagged side information (timestamps) or one tensor row per sample. ``sample_ids``: int64
+    [samples], stable names of the samples, which seed everything drawn per sample. ``global_samples``:
+    samples of the batch over all ranks, or None where the source does not know it. ``share``: the
+    part of the rank's batch that this (micro-)batch is; 1.0 for a whole batch.
+    """
+
+    sparse: Mapping[str, Jagged]
+    sample_ids: Tensor
+    extra: Mapping[str, Jagged | Tensor]
+    global_samples: int | None = None
+    share: float = 1.0
+
+    def __len__(self) -> int:
+        """Samples on this rank."""
+        return len(self.sample_ids)
+
+    def narrow(self, start: int, stop: int) -> Batch:
+        """Samples start..stop-1."""
+        return self._map(lambda x: x.narrow(start, stop) if isinstance(x, Jagged) else x[start:stop], stop - start)
+
+    def select(self, index: Tensor) -> Batch:
+        """The samples named by ``index`` (int64 [k]), in that order."""
+        return self._map(lambda x: x.select(index) if isinstance(x, Jagged) else x[index], len(index))
+
+    def split(self, micro_batches: int) -> list[Batch]:
+        """``micro_batches`` consecutive parts whose sizes differ by at most one.
+
+        A batch smaller than that gives empty parts at the end: zero samples are legal everywhere.
+        """
+        size, larger = divmod(len(self), micro_batches)
+        bounds = [m * size + min(m, larger) for m in range(micro_batches + 1)]
+        return [self.narrow(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        move = lambda x: x.to(device, non_blocking=non_blocking)  # noqa: E731
+        return self._map(move, len(self))
+
+    def record_stream(self, stream: Any) -> None:
+        for value in (*self.sparse.values(), *self.extra.values(), self.sample_ids):
+            tensors = (value.flat, value.counts) if isinstance(value, Jagged) else (value,)
+            for tensor in tensors:
+                tensor.record_stream(stream)
+
+    def _map(self, function: Any, samples: int) -> Batch:
+        return replace(
+            self,
+            sparse={name: function(value) for name, value in self.sparse.items()},
+            extra={name: function(value) for name, value in self.extra.items()},
+            sample_ids=function(self.sample_ids),
+            share=self.share * samples / len(self) if len(self) else 0.0,
+        )

@@ -1,0 +1,104 @@
+"""The interface of every training method, and the model it takes.
+
+It follows TorchRec's train pipelines: ``progress`` takes the iterator of batches and runs one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from nestpipe.data.batch import Batch
+from nestpipe.trace import Span
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """One embedding table: ``rows`` x ``dim`` float32; ``features`` are the keys of ``Batch.sparse`` that read it.
+
+    A row's initial value is uniform in (-scale, scale) and depends on (seed, name, row) only.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    features: tuple[str, ...]
+    scale: float
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model, written once for every method.
+
+    ``build(embeddings)`` returns the module around an injected embedding module. The module maps a
+    batch to float32 losses [samples], one per sample; the trainer divides their sum by the samples
+    of the global batch. Its dense weights must depend on the seed alone.
+    """
+
+    tables: tuple[TableConfig, ...]
+    build: Callable[[nn.Module], nn.Module]
+
+
+@dataclass(frozen=True)
+class SparseOptimizer:
+    """``sgd`` or ``rowwise_adagrad`` (state: one float32 per row, mean over the dim of squared gradients)."""
+
+    name: str = "rowwise_adagrad"
+    lr: float = 0.05
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step of one rank gave.
+
+    ``loss``: this rank's share, sum of its per-sample losses / samples of the global batch; the
+    global loss is the sum over ranks. ``samples``: this rank's samples. ``embedding_bytes``: payload
+    of embedding and gradient All2All that this rank sent to other ranks in this step;
+    ``minimum_embedding_bytes``: what it would be had each distinct key travelled once per batch.
+    ``duplication_factor``: keys that travelled / distinct keys of the rank's batch.
+    """
+
+    step: int
+    loss: float
+    samples: int
+    embedding_bytes: int
+    minimum_embedding_bytes: int
+    duplication_factor: float
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """One training method on one rank. All ranks must make the same calls in the same order."""
+
+    name: str
+
+    def progress(self, batches: Iterator[Batch]) -> StepResult:
+        """Run one step. Raises StopIteration once the data of all ranks has ended and no batch is in flight."""
+        ...
+
+    def take_spans(self) -> list[Span]:
+        """Spans of all finished operations since the last call."""
+        ...
+
+    def table(self, name: str) -> Tensor:
+        """The whole table, float32 [rows, dim], on every rank. Collective; between steps, in-flight work is waited for."""
+        ...
+
+    def dense_state(self) -> Mapping[str, Tensor]:
+        """The dense weights by name."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        """End threads and process groups. Collective."""
+        ...
+
+
+DenseOptimizer = Callable[[list[nn.Parameter]], Any]
