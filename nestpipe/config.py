@@ -17,13 +17,17 @@ class DataConfig:
     on_bad_row: Literal["error", "skip"] = "error"
     """A malformed row: stop and name file and line, or skip and count."""
     scale: float = 0.001
-    """synthetic: users and items relative to KuaiRand-27K (27,285 users, 32,038,693 videos)."""
+    """synthetic: items and interactions relative to KuaiRand-27K (32,038,693 videos, 322,278,385 interactions).
+
+    Users (27,285) and interactions per user shrink by its square root each."""
     interest_clusters: int = 32
     """synthetic: groups of users that share interests."""
     batch_size: int = 64
     """Samples per worker and step."""
     negatives: int = 64
     """Sampled negatives per sample."""
+    windows: Literal["last", "all"] = "all"
+    """Samples of a history longer than the model reads: the latest items alone, or consecutive pieces of it."""
 
 
 @dataclass(frozen=True)

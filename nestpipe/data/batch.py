@@ -44,10 +44,9 @@ class Jagged:
     def select(self, index: Tensor) -> Jagged:
         """The samples named by ``index`` (int64 [k]), in that order."""
         counts = self.counts[index]
-        starts = self._offsets[index]
-        ends = counts.cumsum(0)
-        within = torch.arange(int(ends[-1]) if len(ends) else 0) - torch.repeat_interleave(ends - counts, counts)
-        return Jagged(self.flat[torch.repeat_interleave(starts, counts) + within], counts)
+        before = counts.cumsum(0) - counts
+        where = torch.repeat_interleave(self._offsets[index] - before, counts)
+        return Jagged(self.flat[where + torch.arange(len(where), device=where.device)], counts)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Jagged:
         return Jagged(self.flat.to(device, non_blocking=non_blocking), self.counts.to(device, non_blocking=non_blocking))

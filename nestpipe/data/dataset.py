@@ -1,0 +1,133 @@
+"""A data set of user histories and its way into batches: the same for every source.
+
+A sample is a window of one user's training history: up to ``sequence_length + 1`` items in time
+order; all but the last are inputs, all but the first are targets. Its sparse features are
+
+* ``history``: the window's items, jagged;
+* ``negatives``: ``negatives`` items per sample, uniform, a function of (seed, epoch, sample id).
+
+``extra`` holds ``timestamps`` (int64 seconds, jagged, beside the history) and the ids once more
+as ``history_ids`` (jagged) and ``negative_ids`` (int64 [samples, negatives]), because the dense
+part masks accidental hits and a pipeline may have consumed the sparse features by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from nestpipe.data import draws
+from nestpipe.data.batch import Batch, Jagged
+
+Reader = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+_NEGATIVES = 1  # keeps the draws of one purpose apart from those of another
+
+
+class DataError(ValueError):
+    """The data cannot be used. One line: where, what is wrong, what to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Histories of all users, read on demand: a rank reads the samples of its own slices.
+
+    ``items``: size of the vocabulary; ids are 0..items-1. ``lengths``: int64 [users], items of each
+    user's training history. ``test_items``: int64 [users], the item after it, -1 where there is
+    none. ``read(users, starts, counts)``: items and timestamps (int64, flat, back to back) of
+    positions starts..starts+counts-1 of the users' histories. ``windows``: ``last`` makes one
+    sample per user of the latest items and cuts older ones; ``all`` cuts a history into
+    consecutive samples that overlap by one item, so that each item but the first is a target once.
+    ``bad_rows``: rows skipped; ``bad_row_examples``: the first few, named.
+    """
+
+    name: str
+    items: int
+    lengths: np.ndarray
+    test_items: np.ndarray
+    read: Reader
+    batch_size: int
+    negatives: int
+    sequence_length: int
+    windows: str
+    seed: int
+    bad_rows: int = 0
+    bad_row_examples: tuple[str, ...] = ()
+
+    @property
+    def users(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch."""
+        return int(self._first_sample[-1])
+
+    @cached_property
+    def _first_sample(self) -> np.ndarray:
+        """int64 [users + 1]: where each user's samples begin."""
+        if self.windows == "last":
+            return np.arange(self.users + 1)
+        per_user = np.maximum(1, -(-(self.lengths - 1) // self.sequence_length))
+        return np.concatenate([[0], np.cumsum(per_user)])
+
+    def steps_per_epoch(self, world_size: int) -> int:
+        return -(-self.samples // (self.batch_size * world_size))
+
+    def batches(
+        self, rank: int, world_size: int, start_step: int = 0, epochs: int | None = None
+    ) -> Iterator[Batch]:
+        """This rank's part of the global batches from ``start_step`` on, ``epochs`` of them in all (None: no end).
+
+        A global batch is the next ``batch_size * world_size`` samples of the epoch's permutation
+        (fewer at its end); rank r takes the r-th contiguous slice, which may be empty. Every rank
+        yields the same number of batches. Starting at a later step gives what a run from 0 gives there.
+        """
+        steps = self.steps_per_epoch(world_size)
+        step = start_step
+        while epochs is None or step < epochs * steps:
+            epoch, within = divmod(step, steps)
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.samples)
+            for t in range(within, steps):
+                chunk = order[t * self.batch_size * world_size : (t + 1) * self.batch_size * world_size]
+                bounds = [len(chunk) * r // world_size for r in (rank, rank + 1)]
+                yield self.make_batch(chunk[slice(*bounds)], epoch, len(chunk))
+            step = (epoch + 1) * steps
+
+    def make_batch(self, sample_ids: np.ndarray, epoch: int, global_samples: int) -> Batch:
+        """The samples ``sample_ids`` (int64 [k]) with the negatives of ``epoch``."""
+        users = np.searchsorted(self._first_sample, sample_ids, side="right") - 1
+        lengths = self.lengths[users]
+        longest = self.sequence_length + 1
+        if self.windows == "last":
+            starts = np.maximum(lengths - longest, 0)
+        else:
+            starts = (sample_ids - self._first_sample[users]) * self.sequence_length
+        counts = np.minimum(lengths - starts, longest)
+        items, timestamps = self.read(users, starts, counts)
+        negatives = draws.integers(
+            self.items, self.seed, _NEGATIVES, epoch, sample_ids[:, None], np.arange(self.negatives)[None, :]
+        ).reshape(len(sample_ids), self.negatives)
+        history = Jagged(torch.from_numpy(items), torch.from_numpy(counts))
+        negative_ids = torch.from_numpy(negatives)
+        per_sample = torch.full((len(sample_ids),), self.negatives, dtype=torch.int64)
+        return Batch(
+            sparse={"history": history, "negatives": Jagged(negative_ids.flatten(), per_sample)},
+            sample_ids=torch.from_numpy(np.asarray(sample_ids, dtype=np.int64)),
+            extra={
+                "timestamps": Jagged(torch.from_numpy(timestamps), history.counts),
+                "history_ids": history,
+                "negative_ids": negative_ids,
+            },
+            global_samples=global_samples,
+        )
+
+
+def flat_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """int64 [sum of counts]: starts[i], starts[i]+1, ... counts[i] of them, for each i in turn."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))

@@ -1,0 +1,13 @@
+"""The one way to a data set: by configuration."""
+
+from __future__ import annotations
+
+from nestpipe.config import DataConfig, ModelConfig
+from nestpipe.data.dataset import Dataset
+from nestpipe.data.movielens import load_movielens
+from nestpipe.data.synthetic import load_synthetic
+
+
+def load_dataset(config: DataConfig, model: ModelConfig, seed: int) -> Dataset:
+    """The data set that ``config`` names, with samples as long as ``model`` reads. Raises DataError."""
+    return {"synthetic": load_synthetic, "movielens": load_movielens}[config.name](config, model, seed)

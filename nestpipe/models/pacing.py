@@ -1,0 +1,92 @@
+"""Paced dense: the real math, then a wait, as a stand-in for an accelerator.
+
+Two CPU cores cannot compute and move data at once: under overlap the dense math itself slows down.
+A paced dense part takes the stated time whenever its math takes less, in forward and in backward, and
+sleeps meanwhile, so that communication can proceed beside it. It belongs to the model, so every
+method pays it alike. For CPU runs only: on CUDA the host's sleep would not hold the stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe.data.batch import Batch, Jagged
+
+
+def paced(dense: nn.Module, ms_per_batch: float, forward_share: float = 1 / 3) -> nn.Module:
+    """``dense``, whose calls ``dense(embedded, batch)`` last at least their part of ``ms_per_batch`` ms.
+
+    A (micro-)batch takes ``batch.share`` of it: ``forward_share`` of that in the forward, counted from
+    when its embeddings have arrived; the rest in the backward, from the loss gradient's arrival to the
+    embedding gradients' departure. The module is changed in place: parameter names and its other
+    methods stay.
+    """
+    running = local()  # the call under way in this thread; forward and its hooks share one
+
+    def begin(_: nn.Module, arguments: tuple[Mapping[str, Any], Batch]) -> tuple[Mapping[str, Any], Batch]:
+        embedded, batch = arguments
+        seconds = ms_per_batch * 1e-3 * getattr(batch, "share", 1.0)
+        features = dict(embedded.items())  # an awaitable waits here, before the clock starts
+        call = running.call = _Call(seconds * forward_share, seconds * (1 - forward_share))
+        values = _Enter.apply(call, *(feature.values() for feature in features.values()))
+        return {
+            name: Jagged(value, feature.lengths())
+            for (name, feature), value in zip(features.items(), values, strict=True)
+        }, batch
+
+    def end(_: nn.Module, __: Any, losses: Tensor) -> Tensor:
+        call = running.call
+        call.wait(call.forward_seconds)
+        return _Leave.apply(call, losses)
+
+    dense.register_forward_pre_hook(begin)
+    dense.register_forward_hook(end)
+    return dense
+
+
+class _Call:
+    """The clock of one forward and its backward."""
+
+    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+        self.forward_seconds, self.backward_seconds = forward_seconds, backward_seconds
+        self.start()
+
+    def start(self) -> None:
+        self.began = time.perf_counter()
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(max(0.0, self.began + seconds - time.perf_counter()))
+
+
+class _Enter(torch.autograd.Function):
+    """Identity on the embeddings; in the backward, the last thing to run."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.call.wait(ctx.call.backward_seconds)
+        return (None, *gradients)
+
+
+class _Leave(torch.autograd.Function):
+    """Identity on the losses; in the backward, the first thing to run."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, losses: Tensor) -> Tensor:
+        ctx.call = call
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ctx.call.start()
+        return None, gradient
