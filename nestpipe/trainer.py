@@ -56,9 +56,9 @@ class StepResult:
     """What one step of one rank gave.
 
     ``loss``: this rank's share, sum of its per-sample losses / samples of the global batch; the
-    global loss is the sum over ranks. ``samples``: this rank's samples. ``embedding_bytes``: payload
-    of embedding and gradient All2All that this rank sent to other ranks in this step;
-    ``minimum_embedding_bytes``: what it would be had each distinct key travelled once per batch.
+    global loss is the sum over ranks. ``samples``: this rank's samples. ``embedding_bytes``: embedding
+    rows that this rank got from other ranks and gradient rows that it sent them in this step;
+    ``minimum_embedding_bytes``: the same had each distinct key travelled once per batch.
     ``duplication_factor``: keys that travelled / distinct keys of the rank's batch.
     """
 

@@ -1,0 +1,68 @@
+"""The collectives of the engine, one process group per lane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Exchange:
+    """All2All and AllReduce on one process group; without torch.distributed there is one rank and nothing travels."""
+
+    def __init__(self, ranks: Sequence[int] | None = None):
+        joined = dist.is_available() and dist.is_initialized()
+        self.group = dist.new_group(ranks) if joined else None
+        self.rank = dist.get_rank(self.group) if joined else 0
+        self.world_size = dist.get_world_size(self.group) if joined else 1
+
+    def all_to_all(self, target: Tensor, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
+        """Send ``send[d]`` leading rows of ``source`` to each rank d, in rank order; likewise ``receive`` into ``target``.
+
+        Both tensors contiguous, of one dtype; splits in rows, zero allowed, both sides agree on them.
+        """
+        if self.world_size == 1:
+            target.copy_(source)
+        elif dist.get_backend(self.group) == "gloo":
+            self._point_to_point(target, source, receive, send)
+        else:
+            dist.all_to_all_single(target, source, list(receive), list(send), group=self.group)
+
+    def _point_to_point(self, target: Tensor, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
+        # gloo's all-to-all queues its receive notices behind payload, which halves a full-duplex
+        # link; with every receive posted before the first send the exchange takes the ideal time.
+        incoming, outgoing = target.split(list(receive)), source.split(list(send))
+        works = []
+        for step in range(1, self.world_size):
+            peer = (self.rank - step) % self.world_size
+            if receive[peer]:
+                works.append(dist.irecv(incoming[peer], group=self.group, group_src=peer))
+        for step in range(1, self.world_size):
+            peer = (self.rank + step) % self.world_size
+            if send[peer]:
+                works.append(dist.isend(outgoing[peer], group=self.group, group_dst=peer))
+        incoming[self.rank].copy_(outgoing[self.rank])
+        for work in works:
+            work.wait()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self.group)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """[world_size, *tensor.shape]: every rank's tensor, all of one shape."""
+        if self.world_size == 1:
+            return tensor.unsqueeze(0)
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(gathered, tensor.contiguous(), group=self.group)
+        return torch.stack(gathered)
+
+    def close(self) -> None:
+        """Collective where a group exists: no rank may leave while another still talks to it."""
+        if self.group is not None and dist.is_initialized():
+            dist.barrier(group=self.group)
+            dist.destroy_process_group(self.group)
+        self.group = None

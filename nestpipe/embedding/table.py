@@ -1,0 +1,148 @@
+"""One rank's shard of the embedding tables, in host memory.
+
+Tables are sharded row-wise in equal blocks, as TorchRec does: rank r of n owns rows
+r * ceil(rows / n) and on. All tables of a model lie in one tensor, one after the other, so a single
+local row number names table and row. A *row* is weight plus optimizer state wherever rows move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nestpipe.trainer import TableConfig
+
+#: Rows that share a random generator: initial values come a block at a time, whatever the sharding.
+_INITIAL_BLOCK = 4096
+
+
+def initial_rows(seed: int, table: TableConfig, start: int, stop: int) -> Tensor:
+    """Initial values of rows start..stop-1, float32 [stop - start, dim], uniform in (-scale, scale).
+
+    A row's values depend on (seed, table name, row) only.
+    """
+    rows = torch.empty(stop - start, table.dim)
+    fill_initial_rows(rows, seed, table, start)
+    return rows
+
+
+def fill_initial_rows(out: Tensor, seed: int, table: TableConfig, start: int) -> None:
+    """``initial_rows`` in place, without a second copy of the shard."""
+    stop = start + len(out)
+    generator = torch.Generator()
+    for block in range(start // _INITIAL_BLOCK, -(-stop // _INITIAL_BLOCK)):
+        first = block * _INITIAL_BLOCK
+        generator.manual_seed(_mix(seed, table.name, block))
+        values = torch.empty(_INITIAL_BLOCK, table.dim).uniform_(-table.scale, table.scale, generator=generator)
+        low, high = max(first, start), min(first + _INITIAL_BLOCK, stop)
+        out[low - start : high - start] = values[low - first : high - first]
+
+
+def _mix(seed: int, name: str, block: int) -> int:
+    # FNV-1a: Python's own hash of a string differs between processes.
+    value = 0xCBF29CE484222325
+    for byte in f"{seed}/{name}/{block}".encode():
+        value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
+    return value >> 1
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Where each table's rows live. ``block[t]``: rows of table t per rank; ``base[t]``: its first local row."""
+
+    tables: tuple[TableConfig, ...]
+    world_size: int
+    block: tuple[int, ...]
+    base: tuple[int, ...]
+    local_rows: int
+
+    def owned(self, table: int, rank: int) -> tuple[int, int]:
+        """First and one-past-last row of ``table`` that ``rank`` owns; empty at the end of a small table."""
+        rows = self.tables[table].rows
+        return min(rank * self.block[table], rows), min((rank + 1) * self.block[table], rows)
+
+
+def shard_layout(tables: Sequence[TableConfig], world_size: int) -> ShardLayout:
+    """Equal blocks of every table. Raises ValueError for tables of different dims (one buffer holds all rows)."""
+    if len({t.dim for t in tables}) > 1:
+        dims = ", ".join(f"{t.name} {t.dim}" for t in tables)
+        raise ValueError(f"all embedding tables must share one embedding dimension, got {dims}")
+    block = tuple(-(-t.rows // world_size) for t in tables)
+    base = tuple(sum(block[:t]) for t in range(len(tables)))
+    return ShardLayout(tuple(tables), world_size, block, base, sum(block))
+
+
+@dataclass
+class Rows:
+    """Embedding rows with their optimizer state: float32 [n, dim] and float32 [n, state width] (width may be 0)."""
+
+    weight: Tensor
+    state: Tensor
+
+    def __len__(self) -> int:
+        return len(self.weight)
+
+    def gather(self, index: Tensor, out: Rows) -> None:
+        """``out[i] = self[index[i]]``."""
+        torch.index_select(self.weight, 0, index, out=out.weight)
+        if self.state.shape[1]:
+            torch.index_select(self.state, 0, index, out=out.state)
+
+    def scatter(self, index: Tensor, rows: Rows) -> None:
+        """``self[index[i]] = rows[i]``; indices are distinct."""
+        self.weight.index_copy_(0, index, rows.weight)
+        if self.state.shape[1]:
+            self.state.index_copy_(0, index, rows.state)
+
+    def first(self, count: int) -> Rows:
+        """The leading ``count`` rows, without a copy."""
+        return Rows(self.weight[:count], self.state[:count])
+
+
+def empty_rows(count: int, dim: int, state_width: int) -> Rows:
+    return Rows(torch.empty(count, dim), torch.empty(count, state_width))
+
+
+def host_table(layout: ShardLayout, rank: int, seed: int, state_width: int) -> Rows:
+    """This rank's shard with its initial values; optimizer state zero."""
+    dim = layout.tables[0].dim
+    shard = Rows(torch.zeros(layout.local_rows, dim), torch.zeros(layout.local_rows, state_width))
+    for t, table in enumerate(layout.tables):
+        start, stop = layout.owned(t, rank)
+        fill_initial_rows(shard.weight[layout.base[t] : layout.base[t] + stop - start], seed, table, start)
+    return shard
+
+
+class DualBuffer:
+    """A ring of row buffers, two in NestPipe: one serves batch t while the other is filled for t + 1.
+
+    A buffer grows to the largest batch seen and is reused from then on.
+    """
+
+    def __init__(self, slots: int, dim: int, state_width: int):
+        self._rows = [empty_rows(0, dim, state_width) for _ in range(slots)]
+        self._counts = [0] * slots
+
+    def resize(self, slot: int, count: int) -> Rows:
+        """Room for ``count`` rows in ``slot``; the old contents are lost."""
+        rows = self._rows[slot]
+        if len(rows) < count:
+            # An eighth of slack: batches differ a little in size, and each growth costs page faults.
+            room = count + count // 8
+            self._rows[slot] = empty_rows(0, rows.weight.shape[1], rows.state.shape[1])  # free before allocating
+            self._rows[slot] = empty_rows(room, rows.weight.shape[1], rows.state.shape[1])
+        self._counts[slot] = count
+        return self[slot]
+
+    def __getitem__(self, slot: int) -> Rows:
+        return self._rows[slot].first(self._counts[slot])
+
+    def synchronise(self, target: int, source: int, target_index: Tensor, source_index: Tensor) -> None:
+        """Dual-buffer synchronisation: copy the rows that two neighbouring batches share, updated, into the newer."""
+        new, old = self[target], self[source]
+        new.weight.index_copy_(0, target_index, old.weight.index_select(0, source_index))
+        if new.state.shape[1]:
+            new.state.index_copy_(0, target_index, old.state.index_select(0, source_index))
