@@ -70,7 +70,9 @@ class Engine:
         self._step = 0
         self._first = 0
         self._has_sync = any(op.ref.stage == "S" for op in schedule.ops)
-        self._run_stage: dict[str, Callable[[Ref], None]] = {op.ref.stage: getattr(self, _METHODS[op.ref.stage]) for op in schedule.ops}
+        self._run_stage: dict[str, Callable[[Ref], None]] = {
+            op.ref.stage: getattr(self, _METHODS[op.ref.stage]) for op in schedule.ops
+        }
         self._lanes: ThreadLanes | OneAtATime = (
             ThreadLanes(schedule, self.execute, delay=delay) if overlap else OneAtATime(schedule, self.execute)
         )
