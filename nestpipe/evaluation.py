@@ -1,7 +1,8 @@
 """Ranking quality, leave one out: where each user's test item stands among all items the user has not seen.
 
 HR@k: share of users whose test item is among the first k. NDCG@k: mean of 1 / log2(1 + rank) there, 0
-elsewhere. Equal scores rank by item id, so that a result does not depend on a sort's whims.
+elsewhere. Equal scores rank by item id, so that a result does not depend on a sort's whims. Users whose
+test item is among those they have seen (synthetic histories repeat items) are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _USERS, _ITEMS = 128, 1 << 16  # scored at once: bounds memory
 def evaluate(
     model: nn.Module, item_table: Tensor, dataset: Dataset, cutoffs: Sequence[int] = CUTOFFS
 ) -> dict[str, float]:
-    """``{"HR@10": ..., "NDCG@10": ..., ...}`` in one process.
+    """``{"HR@10": ..., "NDCG@10": ..., ..., "users": how many count}`` in one process.
 
     ``model``: the sequence model or its ``dense`` part (``encode``, ``represent``); its embedding module
     is not used. ``item_table``: float32 [items, dim], the whole trained table.
@@ -65,26 +66,26 @@ def _seen(dataset: Dataset, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _ranks(score: Callable[[np.ndarray], Callable[[int, int], Tensor]], dataset: Dataset) -> Tensor:
-    """int64 [users with a test item]: 1 + unseen items that score higher, or equal with a smaller id."""
-    ranks = []
+    """int64 [users who count]: 1 + unseen items that score higher, or equal with a smaller id."""
+    ranks = [torch.empty(0, dtype=torch.int64)]
     for users in _chunks(np.flatnonzero(dataset.test_items >= 0)):
-        scores, target = score(users), torch.from_numpy(dataset.test_items[users])
+        target = torch.from_numpy(dataset.test_items[users])
         items, owner = (torch.from_numpy(x) for x in _seen(dataset, users))
-        mine = torch.empty(len(users))
+        new = torch.ones(len(users), dtype=torch.bool)
+        new[owner[items == target[owner]]] = False
         pieces = [(low, min(low + _ITEMS, dataset.items)) for low in range(0, dataset.items, _ITEMS)]
-        kept = []
+        scores, mine = score(users), torch.empty(len(users))
+        for low, high in pieces:
+            here = (target >= low) & (target < high)
+            mine[here] = scores(low, high)[here, target[here] - low]
+        rank = torch.ones(len(users), dtype=torch.int64)
         for low, high in pieces:
             block = scores(low, high)
-            here = (target >= low) & (target < high)
-            mine[here] = block[here, target[here] - low]
+            ahead = (block > mine[:, None]) | ((block == mine[:, None]) & (torch.arange(low, high) < target[:, None]))
             seen = (items >= low) & (items < high)
-            block = block.index_put((owner[seen], items[seen] - low), torch.tensor(-torch.inf))
-            block[here, target[here] - low] = -torch.inf  # the target does not stand before itself
-            kept.append(block)
-        rank = torch.ones(len(users), dtype=torch.int64)
-        for (low, high), block in zip(pieces, kept, strict=True):
-            ahead = (block == mine[:, None]) & (torch.arange(low, high) < target[:, None])
-            rank += ((block > mine[:, None]) | ahead).sum(1)
+            ahead[owner[seen], items[seen] - low] = False
+            rank += ahead.sum(1)
+        rank = rank[new]
         ranks.append(rank)
     return torch.cat(ranks)
 
@@ -95,7 +96,7 @@ def _summary(ranks: Tensor, cutoffs: Sequence[int]) -> dict[str, float]:
         inside = ranks <= k
         result[f"HR@{k}"] = inside.double().mean().item()
         result[f"NDCG@{k}"] = (inside / torch.log2(1.0 + ranks.double())).mean().item()
-    return result
+    return result | {"users": float(len(ranks))}
 
 
 def _chunks(users: np.ndarray) -> Iterator[np.ndarray]:

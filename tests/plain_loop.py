@@ -32,10 +32,13 @@ class PlainEmbeddings(nn.Module):
         )
 
     def forward(self, sparse: Mapping[str, Jagged]) -> dict[str, Jagged]:
-        return {
-            name: Jagged(self.tables[self.table_of[name]](feature.flat), feature.counts)
-            for name, feature in sparse.items()
-        }
+        embedded = {}
+        for name, table in self.tables.items():
+            mine = {n: feature for n, feature in sparse.items() if self.table_of[n] == name}
+            values = table(torch.cat([feature.flat for feature in mine.values()]))
+            parts = values.split([len(feature.flat) for feature in mine.values()])
+            embedded |= {n: Jagged(part, mine[n].counts) for n, part in zip(mine, parts, strict=True)}
+        return embedded
 
 
 class RowwiseAdagrad:

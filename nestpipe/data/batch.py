@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class Jagged:
         return Jagged(self.flat[where + torch.arange(len(where), device=where.device)], counts)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Jagged:
-        return Jagged(self.flat.to(device, non_blocking=non_blocking), self.counts.to(device, non_blocking=non_blocking))
+        flat, counts = (x.to(device, non_blocking=non_blocking) for x in (self.flat, self.counts))
+        return Jagged(flat, counts)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Batch:
         """
         size, larger = divmod(len(self), micro_batches)
         bounds = [m * size + min(m, larger) for m in range(micro_batches + 1)]
-        return [self.narrow(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [self.narrow(a, b) for a, b in pairwise(bounds)]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         move = lambda x: x.to(device, non_blocking=non_blocking)  # noqa: E731

@@ -78,9 +78,7 @@ class Dataset:
     def steps_per_epoch(self, world_size: int) -> int:
         return -(-self.samples // (self.batch_size * world_size))
 
-    def batches(
-        self, rank: int, world_size: int, start_step: int = 0, epochs: int | None = None
-    ) -> Iterator[Batch]:
+    def batches(self, rank: int, world_size: int, start_step: int = 0, epochs: int | None = None) -> Iterator[Batch]:
         """This rank's part of the global batches from ``start_step`` on, ``epochs`` of them in all (None: no end).
 
         A global batch is the next ``batch_size * world_size`` samples of the epoch's permutation

@@ -19,11 +19,11 @@ import numpy as np
 
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.data import draws
-from nestpipe.data.dataset import Dataset, flat_ranges
+from nestpipe.data.dataset import Dataset, Reader, flat_ranges
 
 _GROUP = 16  # items of a group
 _SESSION, _RUN = 24, 6  # positions that share an interest, a group
-_INTERESTS = np.array([0.6, 0.9])  # cumulative: how often a session takes the user's first, second (else third) interest
+_INTERESTS = np.array([0.6, 0.9])  # cumulative: sessions of the user's first, second (else third) interest
 _IN_GROUP, _IN_CLUSTER = 0.7, 0.9  # cumulative: where an item comes from; the rest from all items
 _FIRST_SECOND, _SECONDS = 1_649_376_000, 30 * 86_400  # the log runs from 2022-04-08 for a month
 _LENGTH, _INTEREST, _WHICH, _OF_GROUP, _OF_ITEM, _SOURCE, _JITTER = range(100, 107)  # purposes of draws
@@ -69,14 +69,13 @@ def _history_lengths(users: int, scale: float, seed: int) -> np.ndarray:
 
 def _exposures(items: int) -> np.ndarray:
     """float64 [items], ascending: the exposure histogram's quantiles at evenly spread ranks."""
-    table = np.loadtxt(_resource("video_exposure_histogram.csv").splitlines(), delimiter=",", skiprows=1, dtype=np.int64)
-    exposures, videos = table.T
-    ends = np.cumsum(videos)
+    table = json.loads(_resource("video_exposures.json"))
+    exposures, ends = np.array(table["exposures"]), np.cumsum(table["videos"])
     return exposures[np.searchsorted(ends, (np.arange(items) + 0.5) / items * ends[-1])].astype(np.float64)
 
 
-def _reader(items: int, clusters: int, lengths: np.ndarray, seed: int):
-    """Dataset.read over items laid out by cluster, then popularity, so that clusters and groups are ranges."""
+def _reader(items: int, clusters: int, lengths: np.ndarray, seed: int) -> Reader:
+    """``Dataset.read`` over items laid out by cluster, then popularity: clusters and groups are ranges."""
     rng = np.random.default_rng([seed, 27])
     cluster = np.sort(rng.integers(0, clusters, items))
     rank = rng.permutation(items)

@@ -39,6 +39,13 @@ def time_buckets(timestamps: Tensor) -> Tensor:
     return torch.frexp(apart.to(torch.float64))[1].long().sub_(1).clamp_(max=TIME_BUCKETS - 1)
 
 
+def look_up(bias: Tensor, index: Tensor) -> Tensor:
+    """``bias[index]`` of a vector, with the backward that is fast on a CPU, or deterministic on a GPU."""
+    if bias.is_cuda:
+        return F.embedding(index, bias[:, None])[..., 0]
+    return bias.gather(0, index.flatten()).view(index.shape)
+
+
 class HSTUBlock(nn.Module):
     """One block: [samples, t, width] -> the same, causal."""
 
@@ -53,12 +60,14 @@ class HSTUBlock(nn.Module):
         nn.init.normal_(self.time_bias, std=0.02)
 
     def forward(self, x: Tensor, apart: Tensor, buckets: Tensor, visible: Tensor) -> Tensor:
-        """``apart``: int64 [t, t], i - j where j <= i; ``buckets``: int64 [samples, t, t]; ``visible``: [samples, 1, t, t], 1 / n where j is real and j <= i, else 0."""
+        """``apart``: int64 [t, t], i - j where j <= i; ``buckets``: int64 [samples, t, t], of time.
+
+        ``visible``: [samples, 1, t, t], 1 / n where position i sees j (j <= i, j no padding), else 0.
+        """
         u, v, q, k = F.silu(self.uvqk(self.norm_in(x))).chunk(4, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
-        # embedding, not indexing: its backward is the fast one
-        bias = F.embedding(buckets, self.time_bias[:, None])[..., 0] + self.position_bias[apart]
-        weights = F.silu(q @ k.transpose(-1, -2) + bias[:, None]) * visible
+        bias = look_up(self.time_bias, buckets) + look_up(self.position_bias, apart)
+        weights = F.silu((q @ k.transpose(-1, -2)).add_(bias[:, None])).mul_(visible)
         gathered = (weights @ v).transpose(1, 2).flatten(2)
         return x + self.out(self.norm_out(gathered) * u)
 

@@ -16,7 +16,7 @@ from nestpipe.models.hstu import HSTU, pad, padded_index
 from nestpipe.models.pacing import paced
 from nestpipe.trainer import ModelSpec, TableConfig
 
-TEMPERATURE = 0.05
+TEMPERATURE = 0.1
 
 
 class NextItem(nn.Module):
@@ -46,7 +46,7 @@ class NextItem(nn.Module):
         query = self.encode(items[:, :-1], inputs, times[:, :-1])
         target = self.represent(items[:, 1:])
         negative_ids = batch.extra["negative_ids"]
-        negative = self.represent(embedded["negatives"].values()).view(*negative_ids.shape, -1)
+        negative = self.represent(embedded["negatives"].values()).view(*negative_ids.shape, items.shape[-1])
         hits = ids[:, 1:, None] == negative_ids[:, None, :]
         against = (query @ negative.transpose(1, 2)).masked_fill(hits, -torch.inf)
         right = (query * target).sum(-1, keepdim=True)
@@ -68,7 +68,7 @@ class NextItem(nn.Module):
         return F.normalize(items, dim=-1, eps=1e-6)
 
     def _longest(self, lengths: Tensor) -> int:
-        """Inputs to pad to: the longest there are, or on a device, where asking would wait for it, the longest there may be."""
+        """Inputs to pad to: the most there are; on a device, where asking would wait, the most there may be."""
         if lengths.device.type != "cpu":
             return self.longest
         return max(1, int(lengths.max()) - 1) if len(lengths) else 1
