@@ -36,29 +36,32 @@ STAGES: Mapping[str, Stage] = {
     "R": Stage("embedding retrieval", "rows", "lookup", ("plan", "table"), ("buffer",)),
     "S": Stage("dual-buffer synchronisation", "compute", "update", ("plan", "buffer-1"), ("buffer",)),
     "E": Stage("embedding All2All", "all2all", "communication", ("plan", "buffer"), ("received",), True, "all2all"),
-    "F": Stage("dense forward", "compute", "dense", ("batch", "plan", "received", "dense"), ("activation",), True),
+    # "module": while F runs, the model's modules hold the micro-batch at hand.
+    "F": Stage(
+        "dense forward", "compute", "dense", ("batch", "plan", "received", "dense"), ("activation", "module"), True
+    ),
     "B": Stage(
         "dense backward",
         "compute",
         "dense",
-        ("batch", "received", "activation", "dense"),
+        ("batch", "plan", "received", "activation", "dense"),
         ("gradient", "dense_gradient"),
         True,
     ),
     "G": Stage(
         "gradient All2All", "all2all", "communication", ("plan", "gradient"), ("accumulator",), True, "all2all"
     ),
-    "A": Stage("dense AllReduce", "allreduce", "dense_sync", (), ("dense_gradient",), group="allreduce"),
+    "A": Stage("dense AllReduce", "allreduce", "dense_sync", ("plan",), ("dense_gradient",), group="allreduce"),
     "U": Stage("sparse update", "compute", "update", ("plan",), ("accumulator", "buffer")),
-    "O": Stage("dense optimizer step", "compute", "update", (), ("dense_gradient", "dense")),
+    "O": Stage("dense optimizer step", "compute", "update", ("batch", "plan"), ("dense_gradient", "dense")),
     "W": Stage("write-back", "rows", "lookup", ("plan", "buffer"), ("table",)),
 }
 
 #: How many slots a resource has by default; ``global`` state has one that all batches share.
 #: Batch rings turn with the batch, micro rings with the micro-batch (counted across batches).
-BATCH_RINGS = {"input": 4, "batch": 5, "plan": 5, "buffer": 2, "accumulator": 2}
+BATCH_RINGS = {"input": 3, "batch": 4, "plan": 4, "buffer": 2, "accumulator": 2}
 MICRO_RINGS = {"received": 3, "activation": 1, "gradient": 3}
-GLOBALS = ("table", "dense", "dense_gradient")
+GLOBALS = ("table", "dense", "dense_gradient", "module")
 
 
 class Ref(NamedTuple):

@@ -1,0 +1,58 @@
+"""The command line. Imports late: ``nestpipe --help`` needs neither torch nor the other folders."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+#: name -> (module with ``main(arguments) -> int``, what it does).
+COMMANDS = {
+    "run": ("nestpipe.commands.run", "train one or several methods side by side on real processes"),
+    "schedule": ("nestpipe.commands.schedule", "print a method's schedule as a grid, or check that it is synchronous"),
+    "methods": ("nestpipe.commands.methods", "list the training methods that are installed"),
+    "doctor": ("nestpipe.commands.doctor", "check versions, devices and tools, and name the fix for what is missing"),
+    "testbed": ("nestpipe.commands.testbed", "several hosts with shaped links on this machine (root)"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 it failed or the answer is no, 2 the command is wrong, 130 interrupted."""
+    lines = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="nestpipe",
+        description="Nested pipelining for recommendation training: run it, check it, time it.",
+        epilog=f"commands:\n{lines}\n\n'nestpipe COMMAND --help' explains each.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="nestpipe COMMAND [options]",
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    chosen = parser.parse_args(words[:1])
+    try:
+        command = importlib.import_module(COMMANDS[chosen.command][0])
+    except ModuleNotFoundError as error:
+        return _fail(chosen.command, f"needs the package '{error.name}': pip install 'nestpipe[all]', or 'make setup'", 2)
+    try:
+        return command.main(words[1:])
+    except KeyboardInterrupt:
+        return _fail(chosen.command, "interrupted; all ranks have ended", 130)
+    except BrokenPipeError:
+        # Whoever read our output has gone; a second message would meet the same pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError, RuntimeError) as error:
+        if os.environ.get("NESTPIPE_TRACEBACK"):
+            raise
+        return _fail(chosen.command, str(error) or repr(error), 2 if isinstance(error, ValueError) else 1)
+
+
+def _fail(command: str, text: str, status: int) -> int:
+    print(f"nestpipe {command}: error: {text}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

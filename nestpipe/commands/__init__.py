@@ -1,0 +1,1 @@
+"""One module per subcommand of ``nestpipe``: each has ``main(arguments) -> exit status``."""

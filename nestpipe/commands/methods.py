@@ -1,0 +1,27 @@
+"""``nestpipe methods``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from nestpipe.methods import find_method, known_methods
+
+
+@dataclass(frozen=True)
+class Methods:
+    """List the training methods that are installed, and the paper's method each stands for."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    tyro.cli(Methods, prog="nestpipe methods", args=arguments)
+    for name in known_methods():
+        try:
+            method = find_method(name)
+        except (ImportError, RuntimeError) as error:
+            print(f"{name:<12} cannot be loaded: {error}")
+            continue
+        print(f"{name:<12} {method.summary}" + (f" [paper: {method.paper_method}]" if method.paper_method else ""))
+    return 0

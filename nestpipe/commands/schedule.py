@@ -1,0 +1,67 @@
+"""``nestpipe schedule``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from nestpipe.consistency import check
+from nestpipe.drawing import grid
+from nestpipe.methods import find_method
+from nestpipe.schedule import STAGES, Schedule
+from nestpipe.schedule_text import load, to_text
+
+
+@dataclass(frozen=True)
+class ScheduleCommand:
+    """Print one step of a method's schedule as a grid, or check it."""
+
+    method: Annotated[str, tyro.conf.Positional]
+    """A method (see `nestpipe methods`), or a file with a schedule in text form."""
+    micro_batches: int = 4
+    """Micro-batches per batch, for methods with a frozen window."""
+    check: bool = False
+    """Say whether this is synchronous training: exit 0, or exit 1 naming each stale read or race."""
+    text: bool = False
+    """Print the text form instead: edges and state, one operation a line; it can be edited and read back."""
+    all: bool = False
+    """With --check: every problem instead of the first ten."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    command = tyro.cli(ScheduleCommand, prog="nestpipe schedule", args=arguments)
+    if command.micro_batches < 1:
+        raise ValueError(f"--micro-batches must be at least 1, not {command.micro_batches}")
+    template = _find(command.method, command.micro_batches)
+    if command.text:
+        print(to_text(template), end="")
+        return 0
+    if not command.check:
+        print(f"{template.name}: one step t, N = {template.micro_batches}; R+1 is for batch t+1, E.2 for micro-batch 2 of t.")
+        print("Time in made-up units; dots: compute idle; '<': began in the step before.\n")
+        print(grid(template))
+        letters = dict.fromkeys(op.ref.stage for op in template.ops)
+        print("\n" + "  ".join(f"{letter} {STAGES[letter].title}" for letter in letters))
+        return 0
+    problems = check(template)
+    if not problems:
+        print(f"{template.name}: synchronous. No race, no deadlock, every read sees every earlier update, in one order.")
+        return 0
+    print(f"{template.name}: NOT plain synchronous training, {len(problems)} problem{'s' * (len(problems) > 1)}:")
+    shown = problems if command.all else problems[:10]
+    for problem in shown:
+        print(f"  {problem}")
+    if len(shown) < len(problems):
+        print(f"  ... and {len(problems) - len(shown)} more (--all shows them)")
+    return 1
+
+
+def _find(name: str, micro_batches: int) -> Schedule:
+    if "/" in name or Path(name).suffix or Path(name).is_file():
+        return load(name)
+    method = find_method(name)
+    return method.schedule(method.micro_batches or micro_batches)

@@ -1,0 +1,214 @@
+"""The run record: one method, one configuration, one seed. One schema, one writer, one store.
+
+A record is flat JSON. Per-step values are lists under their metric's name, means over ranks; under
+``median`` stands the median of each. ``kind`` says where the numbers come from: ``published``
+(printed by somebody), ``simulated`` (virtual clocks) or ``measured`` (real processes).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nestpipe.accounting import EXPOSED, StepTimes
+
+SCHEMA = "nestpipe-record-1"
+KINDS = ("published", "simulated", "measured")
+
+#: Every per-step metric of a record. Times in ms, traffic in bytes summed over ranks, qps in samples/s.
+METRICS = (
+    "step_ms",
+    "qps",
+    "dense_ms",
+    "update_ms",
+    "input_ms",
+    "exposed_input_ms",
+    "lookup_ms",
+    "exposed_lookup_ms",
+    "communication_ms",
+    "exposed_communication_ms",
+    "exposed_communication_ratio",
+    "exposed_vs_serial",
+    "dense_sync_ms",
+    "exposed_dense_sync_ms",
+    "skew_ms",
+    "other_ms",
+    "utilisation",
+    "duplication_factor",
+    "embedding_bytes",
+    "minimum_embedding_bytes",
+)
+
+
+class RecordError(ValueError):
+    """A file that is no record of this schema; the message says which file and why."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """``metrics``: per-step lists by name (METRICS); ``steps``: the step numbers they belong to.
+
+    ``losses``: global loss of every step from 0 on, warm-up included. ``paper_method``: the method
+    of the paper whose printed numbers this one stands beside, None where there is none.
+    ``paced``: dense compute was stretched to stand in for an accelerator.
+    """
+
+    kind: str
+    method: str
+    paper_method: str | None
+    workers: int
+    seed: int
+    config: Mapping[str, Any]
+    steps: Sequence[int]
+    metrics: Mapping[str, Sequence[float]]
+    losses: Sequence[float] = ()
+    paced: bool = False
+    testbed: str = "loopback"
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def median(self) -> dict[str, float]:
+        """The median of each metric over the steps; metrics without values are left out."""
+        return {name: float(np.median(values)) for name, values in self.metrics.items() if len(values)}
+
+    @property
+    def key(self) -> str:
+        """16 hex digits that name what was run: the same run again has the same key."""
+        identity = {
+            name: getattr(self, name) for name in ("kind", "method", "workers", "seed", "testbed", "paced", "config")
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        head = asdict(self)
+        metrics = head.pop("metrics")
+        return {"schema": SCHEMA, "key": self.key, **head, **metrics, "median": self.median}
+
+
+def record_from_json(data: Any, source: str = "record") -> Record:
+    """The record that ``to_json`` gave. Raises RecordError naming ``source``."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise RecordError(f"{source}: expected schema {SCHEMA}, found {found!r}: made by another version or program?")
+    names = set(Record.__dataclass_fields__) - {"metrics"}
+    missing = sorted(name for name in ("kind", "method", "workers", "seed", "config", "steps") if name not in data)
+    if missing:
+        raise RecordError(f"{source}: lacks {', '.join(missing)}")
+    if data["kind"] not in KINDS:
+        raise RecordError(f"{source}: kind {data['kind']!r} is none of {', '.join(KINDS)}")
+    metrics = {name: data[name] for name in METRICS if name in data}
+    return Record(**{name: data[name] for name in names if name in data}, metrics=metrics)
+
+
+def metrics_from_times(times: StepTimes, keep: Sequence[int], samples: Mapping[int, float]) -> dict[str, list[float]]:
+    """The metrics that follow from an account of time. Real and simulated runs alike.
+
+    ``keep``: steps to report, of those accounted; ``samples``: global samples by step. Ratios are
+    formed per step from means over ranks: QPS = samples / step; exposed ratio = exposed / own
+    total; utilisation = dense / step.
+    """
+    index = [times.steps.index(step) for step in keep]
+    mean = {name: times.mean(name)[index] for name in times.ms}
+    exposed, total = mean["exposed_communication"], mean["communication"]
+    values = {
+        **{f"{name}_ms": mean[name] for name in ("step", "dense", "update", "skew", "other", *EXPOSED)},
+        **{f"exposed_{name}_ms": mean[f"exposed_{name}"] for name in EXPOSED},
+        "qps": np.array([samples[step] for step in keep]) / mean["step"] * 1e3,
+        "exposed_communication_ratio": np.divide(exposed, total, out=np.zeros_like(total), where=total > 0),
+        "utilisation": mean["dense"] / mean["step"],
+    }
+    return {name: [float(x) for x in values[name]] for name in METRICS if name in values}
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, commit, host and the command that is running."""
+    versions = {"python": platform.python_version()}
+    for package in ("nestpipe", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    host = {"name": platform.node(), "cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.system()}
+    return {"versions": versions, "commit": _commit(), "host": host, "command": shlex.join(command)}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str | None:
+    """Commit of the checkout this package runs from, ``-dirty`` where files differ; None outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        run = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file is there whole or not at all. Raises OSError, with nothing left behind, where it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder with one file per record, named by kind, method and key."""
+
+    folder: Path
+
+    def write(self, record: Record) -> Path:
+        """Put ``record`` in, in place of one of the same key."""
+        method = "".join(c if c.isalnum() else "-" for c in record.method).strip("-")
+        path = self.folder / f"{record.kind}-{method}-{record.key}.json"
+        write_atomically(path, json.dumps(record.to_json(), indent=1, default=str) + "\n")
+        return path
+
+    def read(self) -> tuple[list[Record], list[str]]:
+        """All records in order of file name, and a sentence for each file that is none."""
+        records, skipped = [], []
+        for path in sorted(self.folder.glob("*.json")):
+            try:
+                records.append(record_from_json(json.loads(path.read_text(encoding="utf-8")), path.name))
+            except RecordError as error:
+                skipped.append(str(error))
+            except (OSError, ValueError) as error:
+                skipped.append(f"{path.name}: cannot be read as JSON ({error}); remove it or run it again")
+        return records, skipped

@@ -1,0 +1,259 @@
+"""`nestpipe run`: train one or several methods on the same model, data and seed, in interleaved rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nestpipe.accounting import StepTimes, joined, step_times
+from nestpipe.clock import clock_offset
+from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from nestpipe.data.loader import load_dataset
+from nestpipe.evaluation import evaluate
+from nestpipe.launch import RankPool, send_to_launcher
+from nestpipe.methods import Method, find_method
+from nestpipe.models.task import build_model_spec
+from nestpipe.records import METRICS, Record, metrics_from_times, provenance
+from nestpipe.testbed import parse_testbed
+from nestpipe.trace import Span, Timeline, observed_timelines, scheduled_timeline
+from nestpipe.trainer import DenseOptimizer, SparseOptimizer, StepResult
+
+#: Steps at the start of a round that are not reported: a paused pipeline has prefetched for free.
+WARM_UP_STEPS = 4
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Train one or several methods on the same model, data and seed, and report what was hidden behind what."""
+
+    methods: str = "serial,nestpipe,torchrec"
+    """Comma-separated methods; serial(8) fixes the number of micro-batches of one."""
+    workers: int = 2
+    """Rank processes."""
+    steps: int = 20
+    """Steps per method that are reported; each round runs 4 more to warm up."""
+    rounds: int = 2
+    """Interleaved rounds that the steps are split over, so that drift of the machine hits all methods alike."""
+    epochs: int | None = None
+    """Train this many passes over the data instead of `steps`."""
+    micro_batches: int = 8
+    """Micro-batches per batch, for methods with a frozen window."""
+    testbed: str = "loopback"
+    """loopback, or netns:200mbit,1ms: one host per rank by network namespaces, with rate and one-way delay."""
+    pace_dense: float = 0.0
+    """Stretch the dense forward and backward of a batch to this many ms: a stand-in for an accelerator (0: off)."""
+    evaluate: bool = False
+    """HR and NDCG of every method at the end."""
+    seed: int = 1
+    """Seeds data order, initial weights and negatives."""
+    timeout: float = 3600.0
+    """Seconds after which the run is ended, with the stacks of all ranks."""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    @property
+    def training(self) -> TrainingConfig:
+        return TrainingConfig(self.data, self.model, self.optimizer, self.seed, self.pace_dense)
+
+    @property
+    def method_names(self) -> list[str]:
+        return [name.strip() for name in self.methods.split(",") if name.strip()]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; one line."""
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank saw of one method."""
+
+    results: list[StepResult]
+    spans: list[Span]
+    clock_offset: float
+    evaluation: dict[str, float]
+
+
+@dataclass(frozen=True)
+class MethodRun:
+    """One method's run on all ranks: its record and the timelines behind it (together holding all ranks)."""
+
+    record: Record
+    timelines: list[Timeline]
+
+
+Progress = Callable[[str, int, int, float], None]
+
+
+def validate(config: RunConfig) -> list[Method]:
+    """The methods to run. Raises ConfigError or UnknownMethod for what cannot be run."""
+    if not config.method_names:
+        raise ConfigError("--methods names no method; try --methods serial,nestpipe,torchrec")
+    if len(set(config.method_names)) < len(config.method_names):
+        raise ConfigError(f"--methods names a method twice: {config.methods}")
+    positive = {
+        "--workers": config.workers,
+        "--steps": config.steps,
+        "--rounds": config.rounds,
+        "--micro-batches": config.micro_batches,
+        "--data.batch-size": config.data.batch_size,
+        "--data.negatives": config.data.negatives,
+        "--model.embedding-dim": config.model.embedding_dim,
+        "--model.dense-layers": config.model.dense_layers,
+        "--model.heads": config.model.heads,
+        "--model.width": config.model.width,
+        "--model.sequence-length": config.model.sequence_length,
+        "--epochs": 1 if config.epochs is None else config.epochs,
+    }
+    for option, value in positive.items():
+        if value < 1:
+            raise ConfigError(f"{option} must be at least 1, not {value}")
+    if config.rounds > config.steps:
+        raise ConfigError(f"--rounds {config.rounds} is more than --steps {config.steps}")
+    if config.model.width % config.model.heads:
+        raise ConfigError(f"--model.width {config.model.width} cannot be split over {config.model.heads} heads")
+    if config.pace_dense < 0:
+        raise ConfigError(f"--pace-dense must not be negative, got {config.pace_dense}")
+    return [find_method(name) for name in config.method_names]
+
+
+def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
+    """Run on real rank processes. Raises ConfigError, UnknownMethod, DataError, TestbedUnavailable or RankError."""
+    methods = validate(config)
+    testbed = parse_testbed(config.testbed)
+
+    def on_message(rank: int, message: Any) -> None:
+        if progress:
+            progress(*message)
+
+    with RankPool(config.workers, testbed=testbed, timeout_s=config.timeout) as pool:
+        ranks = pool.run(train_on_rank, config, on_message=on_message)
+    start = _plain_serial(ranks)
+    return [_method_run(config, method, [rank[method.name] for rank in ranks], start) for method in methods]
+
+
+def _rounds(config: RunConfig, steps_per_epoch: int) -> list[int]:
+    """Steps of each round, warm-up included."""
+    if config.epochs is not None:
+        return [config.epochs * steps_per_epoch]
+    share, larger = divmod(config.steps, config.rounds)
+    return [WARM_UP_STEPS + share + (r < larger) for r in range(config.rounds)]
+
+
+def dense_optimizer(config: OptimizerConfig) -> DenseOptimizer:
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+    return lambda parameters: kinds[config.dense](parameters, lr=config.dense_lr)
+
+
+def train_on_rank(config: RunConfig) -> dict[str, RankResult]:
+    """Run on each rank: every method in turn, round by round. Collective."""
+    training = config.training
+    dataset = load_dataset(config.data, config.model, config.seed)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sparse = SparseOptimizer(config.optimizer.sparse, config.optimizer.sparse_lr, config.optimizer.sparse_eps)
+    methods = [find_method(name) for name in config.method_names]
+    trainers, sources = {}, {}
+    for method in methods:
+        spec = build_model_spec(training, dataset)
+        micro_batches = method.micro_batches or config.micro_batches
+        trainers[method.name] = method.build(
+            spec, sparse, dense_optimizer(config.optimizer), config.seed, micro_batches
+        )
+        sources[method.name] = dataset.batches(rank, world_size)
+    results: dict[str, list[StepResult]] = {method.name: [] for method in methods}
+    rounds = _rounds(config, dataset.steps_per_epoch(world_size))
+    total = sum(rounds)
+    told = 0.0
+    for steps in rounds:
+        for name, trainer in trainers.items():
+            dist.barrier()
+            for _ in range(steps):
+                result = trainer.progress(sources[name])
+                results[name].append(result)
+                done = len(results[name])
+                if rank == 0 and (time.monotonic() - told > 0.1 or done == total):
+                    told = time.monotonic()
+                    send_to_launcher((name, done, total, result.loss))
+    offset = clock_offset()
+    ranks = {}
+    for name, trainer in trainers.items():
+        quality: dict[str, float] = {}
+        if config.evaluate:
+            table = trainer.table("item")
+            if rank == 0:
+                model = build_model_spec(training, dataset).build(torch.nn.Identity())
+                model.load_state_dict({k: v for k, v in trainer.dense_state().items()}, strict=True)
+                quality = evaluate(model, table, dataset)
+        ranks[name] = RankResult(results[name], trainer.take_spans(), offset, quality)
+    for trainer in trainers.values():
+        trainer.close()
+    return ranks
+
+
+def account(method: Method, micro_batches: int, ranks: Sequence[RankResult]) -> tuple[StepTimes, list[Timeline]]:
+    """Timelines of all ranks and the account of their time."""
+    spans, offsets = [rank.spans for rank in ranks], [rank.clock_offset for rank in ranks]
+    if method.observed:
+        timelines = observed_timelines(spans, offsets)
+        return joined([step_times(timeline) for timeline in timelines]), timelines
+    template = method.schedule(micro_batches)
+    ops = template.unroll(len(ranks[0].results) + template.depth)
+    timeline = scheduled_timeline(ops, spans, offsets)
+    return step_times(timeline), [timeline]
+
+
+def _plain_serial(ranks: Sequence[dict[str, RankResult]]) -> float | None:
+    """Median exposed communication (ms) of ``serial`` in this session, None where it did not run."""
+    if "serial" not in ranks[0]:
+        return None
+    times, _ = account(find_method("serial"), 1, [rank["serial"] for rank in ranks])
+    return float(np.median(times.mean("exposed_communication"))) if times.steps else None
+
+
+def _method_run(
+    config: RunConfig, method: Method, ranks: Sequence[RankResult], serial_exposed_ms: float | None
+) -> MethodRun:
+    micro_batches = method.micro_batches or config.micro_batches
+    times, timelines = account(method, micro_batches, ranks)
+    total = len(ranks[0].results)
+    if config.epochs is None:
+        warm_up, first = set[int](), 0
+        for steps in _rounds(config, 0):
+            warm_up.update(range(first, first + WARM_UP_STEPS))
+            first += steps
+    else:
+        warm_up = set(range(WARM_UP_STEPS))
+    keep = [step for step in times.steps if step not in warm_up and step < total]
+    by_step = list(zip(*(rank.results for rank in ranks), strict=True))
+    metrics = metrics_from_times(times, keep, {s: float(sum(r.samples for r in by_step[s])) for s in keep})
+    for name in ("embedding_bytes", "minimum_embedding_bytes"):
+        metrics[name] = [float(sum(getattr(r, name) for r in by_step[s])) for s in keep]
+    metrics["duplication_factor"] = [float(np.mean([r.duplication_factor for r in by_step[s]])) for s in keep]
+    if serial_exposed_ms:
+        metrics["exposed_vs_serial"] = [x / serial_exposed_ms for x in metrics["exposed_communication_ms"]]
+    else:
+        metrics["exposed_vs_serial"] = []
+    record = Record(
+        kind="measured",
+        method=method.name,
+        paper_method=method.paper_method,
+        workers=config.workers,
+        seed=config.seed,
+        config={**dataclasses.asdict(config), "micro_batches": micro_batches},
+        steps=keep,
+        metrics={name: metrics[name] for name in METRICS},
+        losses=[float(sum(r.loss for r in step)) for step in by_step],
+        paced=config.pace_dense > 0,
+        testbed=config.testbed,
+        evaluation=ranks[0].evaluation,
+        provenance=provenance(),
+    )
+    return MethodRun(record, timelines)
