@@ -11,42 +11,69 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
-from nestpipe.schedule import Op, Schedule
+from nestpipe.schedule import BATCH_RINGS, GLOBALS, MICRO_RINGS, Op, Ref, Schedule
 from nestpipe.symbolic import value_problems
-
-#: One symbolic row per subset of this many consecutive batches.
-SYMBOLIC_BATCHES = 6
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``kind``: malformed, deadlock, race, stale, incomplete, order, lossy or update_rule; ``text``: one sentence."""
+    """``kind``: malformed, deadlock, race, stale, incomplete, order, lossy or update_rule; ``text``: one sentence.
+
+    ``ops``: the two operations of a race.
+    """
 
     kind: str
     text: str
+    ops: tuple[Ref, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
 
 
-def check(template: Schedule, batches: int = SYMBOLIC_BATCHES) -> list[Problem]:
-    """Everything that keeps ``template`` from being synchronous training; an empty list where nothing does."""
+def check(template: Schedule, batches: int | None = None) -> list[Problem]:
+    """Everything that keeps ``template`` from being synchronous training; an empty list where nothing does.
+
+    ``batches``: how many to unroll; by default so many that every ring turns over at least twice.
+    """
     problems = _structure(template)
     if problems:
         return problems
+    batches = batches or enough_batches(template)
     ops = template.unroll(batches)
     before = ordered_before(ops)
     if isinstance(before, str):
         return [Problem("deadlock", before)]
-    problems = _races(template, ops, before)
+    problems = _forward_edges(template) or _races(template, ops, before)
     if problems:
         return problems
-    return [Problem(*p) for p in value_problems(template, linear_extension(ops), batches)] + _marks(template)
+    values = [Problem(*p) for p in value_problems(template, linear_extension(ops), batches)]
+    return [*values, *_marks(template), *(Problem("malformed", text) for text in unfinished_steps(template))]
 
 
 def is_synchronous(template: Schedule) -> bool:
     return not check(template)
+
+
+def enough_batches(template: Schedule) -> int:
+    """At least six, and so many that every ring turns over twice in sight."""
+    turn = max(template.rings[name] for name in BATCH_RINGS)
+    micro_turn = max(-(-template.rings[name] // template.micro_batches) for name in MICRO_RINGS)
+    return min(60, max(6, turn + 3, 2 * micro_turn + 2))  # symbolic rows have a bit per batch
+
+
+def unfinished_steps(template: Schedule) -> list[str]:
+    """Sentences on operations that a step of the engine leaves undone: it ends with the updates of its own batch."""
+    texts = []
+    for o in template.ops:
+        if o.ref.stage in "UO" and o.ref.batch != 0:
+            name = o.ref.relative()
+            texts.append(f"{name} stands in another step than its batch: step t must end with U(t) and O(t) done")
+        if o.ref.stage == "W" and o.ref.batch < -1:
+            name = o.ref.relative()
+            texts.append(f"{name} writes back later than the step after its batch, when training may have ended")
+    return texts
 
 
 def predecessors(ops: Sequence[Op]) -> list[list[int]]:
@@ -66,16 +93,20 @@ def predecessors(ops: Sequence[Op]) -> list[list[int]]:
 def linear_extension(ops: Sequence[Op]) -> list[Op]:
     """A legal order, one op at a time, as close to schedule order as the edges allow. Cyclic ops are left out."""
     needs = predecessors(ops)
-    done = [False] * len(ops)
+    followers: list[list[int]] = [[] for _ in ops]
+    for i, before in enumerate(needs):
+        for j in before:
+            followers[j].append(i)
+    missing = [len(before) for before in needs]
+    ready = [i for i, count in enumerate(missing) if not count]  # sorted, hence a heap
     order: list[Op] = []
-    waiting = list(range(len(ops)))
-    while waiting:
-        ready = next((i for i in waiting if all(done[j] for j in needs[i])), None)
-        if ready is None:
-            break
-        done[ready] = True
-        waiting.remove(ready)
-        order.append(ops[ready])
+    while ready:
+        i = heappop(ready)
+        order.append(ops[i])
+        for j in followers[i]:
+            missing[j] -= 1
+            if not missing[j]:
+                heappush(ready, j)
     return order
 
 
@@ -129,6 +160,19 @@ def _structure(template: Schedule) -> list[Problem]:
     return problems
 
 
+def _forward_edges(template: Schedule) -> list[Problem]:
+    """Edges against schedule order: the list run one at a time breaks them, and a lane would wait for a later step."""
+    place = {(o.ref.stage, o.ref.micro): (o.ref.batch, n) for n, o in enumerate(template.ops)}
+    problems = []
+    for n, o in enumerate(template.ops):
+        for ref in o.after:
+            offset, position = place[ref.stage, ref.micro]
+            if (ref.batch - offset, position) >= (0, n):
+                text = f"{o.ref.relative()} waits for {ref.relative()}, which stands after it in schedule order"
+                problems.append(Problem("malformed", text + ": run one at a time, the list breaks its own edge"))
+    return problems
+
+
 def _races(template: Schedule, ops: Sequence[Op], before: dict[int, int]) -> list[Problem]:
     users: dict[tuple[str, int], list[tuple[int, bool]]] = {}
     for i, o in enumerate(ops):
@@ -144,12 +188,13 @@ def _races(template: Schedule, ops: Sequence[Op], before: dict[int, int]) -> lis
                     found.append((slot, i, j, i_writes and j_writes))
     # Buffers first: the symbolic rows live there, and other races are often their consequence.
     found.sort(key=lambda f: (f[0][0] != "buffer", f[1], f[2]))
-    texts = []
+    problems = []
     for (name, index), i, j, both in found:
         share = "both write" if both else "use, one of them writing,"
-        where = name if name in ("table", "dense", "dense_gradient") else f"{name} slot {index}"
-        texts.append(f"{ops[i].ref} and {ops[j].ref} {share} {where}, and nothing orders them")
-    return [Problem("race", text) for text in texts]
+        where = name if name in GLOBALS else f"{name} slot {index}"
+        text = f"{ops[i].ref} and {ops[j].ref} {share} {where}, and nothing orders them"
+        problems.append(Problem("race", text, (ops[i].ref, ops[j].ref)))
+    return problems
 
 
 def _marks(template: Schedule) -> list[Problem]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.collectives import Exchange
+from nestpipe.consistency import unfinished_steps
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.embedding.collection import ReceivedEmbeddings
 from nestpipe.embedding.optim import sparse_update, state_width
@@ -62,13 +63,14 @@ class Engine:
         self._flat_gradient = _flat_gradients(self._parameters)
         self.dense_optimizer = dense_optimizer(self._parameters)
         self._rings: dict[str, list[Any]] = {name: [None] * size for name, size in schedule.rings.items()}
-        self._losses: dict[int, float] = {}
+        self._losses: dict[tuple[int, int], float] = {}
         self._results: dict[int, StepResult] = {}
         self._source: Iterator[Batch] = iter(())
         self._exhausted = False
         self._running = False
         self._step = 0
         self._first = 0
+        self._late_write_back = any(op.ref.stage == "W" and op.ref.batch < 0 for op in schedule.ops)
         self._has_sync = any(op.ref.stage == "S" for op in schedule.ops)
         self._run_stage: dict[str, Callable[[Ref], None]] = {
             op.ref.stage: getattr(self, _METHODS[op.ref.stage]) for op in schedule.ops
@@ -87,7 +89,8 @@ class Engine:
                 for step in range(self._step - self.schedule.depth, self._step):
                     self._lanes.run_step(step)
             self._lanes.run_step(self._step)
-            if self._plan(self._step).ended:
+            self._lanes.wait(Ref("O", self._step))
+            if self._step not in self._results:  # passed over: the data of all ranks has ended
                 self._lanes.drain()
                 self._running = False
                 raise StopIteration
@@ -153,9 +156,9 @@ class Engine:
         if not self._running:
             return
         self._lanes.drain()
-        # Between steps the newest update is in the buffer alone until W has run.
+        # Between steps the newest update is in the buffer alone, where W belongs to the next step.
         last = self._step - 1
-        if last >= self._first:
+        if self._late_write_back and last >= self._first:
             self._write_back(Ref("W", last))
 
     def _get(self, name: str, op: Ref, before: int = 0) -> Any:
@@ -227,7 +230,7 @@ class Engine:
         received = self._rings["received"][self._micro("received", op)].requires_grad_()
         self._embeddings.set(received, plan.micro[op.micro - 1].inverse, part)
         loss = self.model(part).sum() / plan.global_samples
-        self._losses[op.batch] = self._losses.get(op.batch, 0.0) + float(loss.detach())
+        self._losses[op.batch, op.micro] = float(loss.detach())
         self._rings["activation"][slot] = loss
 
     def _backward(self, op: Ref) -> None:
@@ -262,7 +265,7 @@ class Engine:
         plan = self._plan(op.batch)
         self._results[op.batch] = StepResult(
             step=op.batch,
-            loss=self._losses.pop(op.batch, 0.0),
+            loss=sum(self._losses.pop((op.batch, m), 0.0) for m in range(1, self.schedule.micro_batches + 1)),
             samples=sum(map(len, self._get("batch", op))),
             embedding_bytes=2 * plan.remote * self._dim * 4,
             minimum_embedding_bytes=2 * plan.minimum_remote * self._dim * 4,
@@ -305,6 +308,8 @@ def _require_runnable(schedule: Schedule) -> None:
         if (stage, micro) not in present:
             name = stage + (f".{micro}" if micro else "")
             raise ValueError(f"schedule '{schedule.name}' lacks {name}: this engine cannot train without it")
+    if texts := unfinished_steps(schedule):
+        raise ValueError(f"schedule '{schedule.name}': {texts[0]}")
     for op in schedule.ops:
         touched = {*op.stage.reads, *op.stage.writes} - {"plan-1"}
         hidden = sorted(touched - {*op.reads, *op.writes}) or sorted({*op.stage.writes} - {*op.writes})

@@ -1,7 +1,7 @@
 """Lanes run the operations of a schedule: one at a time on a lane, in schedule order, after what they wait for.
 
 ``ThreadLanes`` has a thread per lane; ``OneAtATime`` runs the same list on the caller's thread.
-Both have the interface ``start``, ``run_step``, ``drain``, ``close``, so that CUDA streams can follow.
+Both have the interface ``start``, ``run_step``, ``wait``, ``drain``, ``close``, so that CUDA streams can follow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Lane:
 
 
 class ThreadLanes:
-    """A thread per lane; the ``inline`` lane runs on the thread that calls ``run_step``.
+    """A thread per lane; the ``inline`` lane, if there is one, runs on the thread that calls ``run_step``.
 
     ``execute`` runs one operation, named with its absolute batch. ``delay``: seconds to sleep before
     an operation, for tests that shake the order.
@@ -50,7 +50,8 @@ class ThreadLanes:
         self._first_step = 0
         self._spans: list[Span] = []
         self._lanes = _programs(schedule)
-        self._inline = self._lanes[inline]
+        self._inline = self._lanes.get(inline)
+        self._place = _places(schedule, self._lanes)
         self._threads = [
             threading.Thread(target=self._serve, args=(lane,), name=f"lane-{name}", daemon=True)
             for name, lane in self._lanes.items()
@@ -74,7 +75,13 @@ class ThreadLanes:
                 if lane is not self._inline:
                     lane.steps.append(step)
                     lane.changed.notify_all()
-        self._run(self._inline, step)
+        if self._inline is not None:
+            self._run(self._inline, step)
+
+    def wait(self, op: Ref) -> None:
+        """Wait until ``op`` (absolute batch) has run; its step must have been handed over."""
+        lane, offset, position = self._place[op.stage, op.micro]
+        self._wait(lane, (op.batch - offset - self._first_step) * len(lane.program) + position + 1)
 
     def drain(self) -> None:
         """Wait until every lane has run all that was handed to it."""
@@ -112,6 +119,8 @@ class ThreadLanes:
     def _run(self, lane: _Lane, step: int) -> None:
         since = step - self._first_step
         for ref, needs in lane.program:
+            if self._error:
+                raise LaneStopped("a lane has stopped") from self._error
             for other, shift, position in needs:
                 self._wait(other, (since + shift) * len(other.program) + position + 1)
             named = ref._replace(batch=ref.batch + step)
@@ -155,6 +164,9 @@ class OneAtATime:
     def start(self, first_step: int) -> None:
         pass
 
+    def wait(self, op: Ref) -> None:
+        pass
+
     def run_step(self, step: int) -> None:
         for ref, lane in self._ops:
             named = ref._replace(batch=ref.batch + step)
@@ -174,13 +186,9 @@ class OneAtATime:
 
 
 def _programs(schedule: Schedule) -> dict[str, _Lane]:
-    """Per lane its operations in a step, with their waits: (lane, steps from this one, position in that lane's step)."""
+    """Per lane its operations in a step, with their waits: (lane, steps from this one, place in that lane's step)."""
     lanes = {name: _Lane(name) for name in schedule.lanes}
-    place: dict[tuple[str, int], tuple[_Lane, int, int]] = {}
-    position = dict.fromkeys(lanes, 0)
-    for op in schedule.ops:
-        place[op.ref.stage, op.ref.micro] = (lanes[op.lane], op.ref.batch, position[op.lane])
-        position[op.lane] += 1
+    place = _places(schedule, lanes)
     for op in schedule.ops:
         needs = []
         for ref in op.after:
@@ -188,3 +196,13 @@ def _programs(schedule: Schedule) -> dict[str, _Lane]:
             needs.append((lane, ref.batch - offset, at))
         lanes[op.lane].program.append((op.ref, needs))
     return lanes
+
+
+def _places(schedule: Schedule, lanes: dict[str, _Lane]) -> dict[tuple[str, int], tuple[_Lane, int, int]]:
+    """Where an operation stands: (lane, batch offset in the template, position in the lane's step)."""
+    place = {}
+    position = dict.fromkeys(lanes, 0)
+    for op in schedule.ops:
+        place[op.ref.stage, op.ref.micro] = (lanes[op.lane], op.ref.batch, position[op.lane])
+        position[op.lane] += 1
+    return place

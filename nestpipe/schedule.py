@@ -48,9 +48,7 @@ STAGES: Mapping[str, Stage] = {
         ("gradient", "dense_gradient"),
         True,
     ),
-    "G": Stage(
-        "gradient All2All", "all2all", "communication", ("plan", "gradient"), ("accumulator",), True, "all2all"
-    ),
+    "G": Stage("gradient All2All", "all2all", "communication", ("plan", "gradient"), ("accumulator",), True, "all2all"),
     "A": Stage("dense AllReduce", "allreduce", "dense_sync", ("plan",), ("dense_gradient",), group="allreduce"),
     "U": Stage("sparse update", "compute", "update", ("plan",), ("accumulator", "buffer")),
     "O": Stage("dense optimizer step", "compute", "update", ("batch", "plan"), ("dense_gradient", "dense")),
@@ -159,7 +157,9 @@ def parse_ref(text: str) -> Ref:
     try:
         ref = Ref(head[:1], int(head[1:] or 0), int(micro) if micro else 0)
     except ValueError:
-        raise ValueError(f"'{text}' is no operation: expected a stage letter, an offset and a micro-batch, as in E+1.3")
+        raise ValueError(
+            f"'{text}' is no operation: expected a stage letter, an offset and a micro-batch, as in E+1.3"
+        ) from None
     if ref.stage not in STAGES:
         raise ValueError(f"'{text}': unknown stage '{ref.stage}', one of {' '.join(STAGES)}")
     if STAGES[ref.stage].per_micro_batch != (ref.micro > 0):

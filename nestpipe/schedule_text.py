@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nestpipe.schedule import BATCH_RINGS, MICRO_RINGS, STAGES, Op, Schedule, op, parse_ref, schedule
+from nestpipe.schedule import BATCH_RINGS, GLOBALS, MICRO_RINGS, STAGES, Op, Schedule, op, parse_ref, schedule
 
 KEYWORDS = ("after", "reads", "writes", "marks")
 
@@ -32,7 +32,9 @@ def to_text(template: Schedule) -> str:
         if o.after:
             line += "  after " + " ".join(r.relative() for r in o.after)
         if (o.reads, o.writes) != (o.stage.reads, o.stage.writes):
-            line += "".join(f"  {word} " + " ".join(x or ("-",)) for word, x in (("reads", o.reads), ("writes", o.writes)))
+            line += "".join(
+                f"  {word} " + " ".join(x or ("-",)) for word, x in (("reads", o.reads), ("writes", o.writes))
+            )
         if o.marks:
             line += "  marks " + " ".join(o.marks)
         lines.append(line.rstrip())
@@ -95,7 +97,7 @@ def _operation(words: list[str]) -> Op:
             raise ValueError(f"'{word}': expected one of {' '.join(KEYWORDS)}")
         elif word != "-":
             current.append(word)
-    known = (*BATCH_RINGS, *MICRO_RINGS, "table", "dense", "dense_gradient")
+    known = (*BATCH_RINGS, *MICRO_RINGS, *GLOBALS)
     for resource in (*parts.get("reads", ()), *parts.get("writes", ())):
         if resource.removesuffix("-1") not in known:
             raise ValueError(f"unknown resource '{resource}', expected one of {' '.join(known)}")

@@ -1,8 +1,8 @@
 """A schedule executed on symbolic rows: which updates does each read see?
 
-There is one row for each non-empty set of batches that touch it, 2**batches - 1 in all. A row's
-weight and its optimizer state are each the set of updates applied (a bit per batch, kept apart).
-Sums (gradients over micro-batches) are ordered tuples, since the order of a floating-point sum
+There is one row for each set of batches that touch it: all sets within six consecutive batches, and
+all pairs. A row's weight and its optimizer state are each the set of updates applied (a bit per
+batch, kept apart). Sums (gradients over micro-batches) are ordered tuples, since the order of a floating-point sum
 shows in its bits.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nestpipe.schedule import Op, Schedule
+from nestpipe.schedule import GLOBALS, Op, Schedule
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _State:
 
 def value_problems(template: Schedule, order: Sequence[Op], batches: int) -> list[tuple[str, str]]:
     """(kind, sentence) for every value that differs from unpipelined training, in order of execution."""
-    rows = np.arange(1, 1 << batches)
+    rows = _symbolic_rows(batches)
     state = _State(template, batches)
     zero = np.zeros((2, len(rows)), dtype=np.int64)  # row 0: weights, row 1: optimizer state
     state.slots["table", 0] = Slot((0, 0), zero.copy())
@@ -56,11 +56,19 @@ def value_problems(template: Schedule, order: Sequence[Op], batches: int) -> lis
     return state.problems
 
 
+def _symbolic_rows(batches: int) -> np.ndarray:
+    """int64: one number per row, bit b set where batch b touches it."""
+    near = np.arange(1, 1 << min(batches, 6), dtype=np.int64)
+    rows = [near << first for first in range(batches - min(batches, 6) + 1)]
+    pairs = [1 << a | 1 << b for b in range(batches) for a in range(b)]
+    return np.unique(np.concatenate([*rows, np.array(pairs, dtype=np.int64)]))
+
+
 def _reads_own_slots(state: _State, op: Op) -> bool:
     """Does every ring slot that ``op`` reads hold its own batch's value? (Not yet filled, or overwritten, is a bug.)"""
     for resource in op.reads:
         name = resource.removesuffix("-1")
-        if name in ("table", "dense", "dense_gradient") or (resource.endswith("-1") and op.ref.batch == 0):
+        if name in GLOBALS or (resource.endswith("-1") and op.ref.batch == 0):
             continue
         slot = state.slot(resource, op)
         want = (op.ref.batch - resource.endswith("-1"), op.ref.micro if name in _PER_MICRO else 0)
@@ -190,7 +198,8 @@ def _dense_update(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) 
     total = state.slots["dense_gradient", 0]
     reduced = ("reduced", op.ref.batch)
     if not total.value or total.value[-1] != reduced:
-        state.report("incomplete", f"{op.ref} uses dense gradients that A{op.ref.batch} has not yet summed over workers")
+        text = f"{op.ref} uses dense gradients that A{op.ref.batch} has not yet summed over workers"
+        state.report("incomplete", text)
     total.value = ()
     state.slots["dense", 0].value += 1
 
