@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """What is trained on."""
@@ -29,6 +34,11 @@ class DataConfig:
     windows: Literal["last", "all"] = "all"
     """Samples of a history longer than the model reads: the latest items alone, or consecutive pieces of it."""
 
+    def __post_init__(self) -> None:
+        _require(self.scale > 0, f"data.scale is {self.scale}; it must be above 0")
+        for name in ("interest_clusters", "batch_size", "negatives"):
+            _require(getattr(self, name) >= 1, f"data.{name} is {getattr(self, name)}; it must be at least 1")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -44,6 +54,11 @@ class ModelConfig:
     """Elements of the dense network's hidden state (a linear layer joins it to embedding_dim where they differ)."""
     sequence_length: int = 50
     """Longest history, in items; older items are cut."""
+
+    def __post_init__(self) -> None:
+        for name in ("embedding_dim", "dense_layers", "heads", "width", "sequence_length"):
+            _require(getattr(self, name) >= 1, f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        _require(self.width % self.heads == 0, f"model.width {self.width} is not divisible by model.heads {self.heads}")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ test item is among those they have seen (synthetic histories repeat items) are l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ def evaluate(
     ``model``: the sequence model or its ``dense`` part (``encode``, ``represent``); its embedding module
     is not used. ``item_table``: float32 [items, dim], the whole trained table.
     """
-    dense = getattr(model, "dense", model)
+    dense: Any = getattr(model, "dense", model)
 
     def score(users: np.ndarray) -> Callable[[int, int], Tensor]:
         query = _queries(dense, item_table, dataset, users)
@@ -46,7 +47,7 @@ def popularity_baseline(dataset: Dataset, cutoffs: Sequence[int] = CUTOFFS) -> d
     return _summary(_ranks(lambda users: lambda low, high: counts[low:high].repeat(len(users), 1), dataset), cutoffs)
 
 
-def _queries(dense: nn.Module, item_table: Tensor, dataset: Dataset, users: np.ndarray) -> Tensor:
+def _queries(dense: Any, item_table: Tensor, dataset: Dataset, users: np.ndarray) -> Tensor:
     """float32 [users, dim]: what follows each user's latest items; zero without history."""
     counts = np.minimum(dataset.lengths[users], dataset.sequence_length)
     items, times = dataset.read(users, dataset.lengths[users] - counts, counts)

@@ -128,6 +128,21 @@ def test_draws_are_uniform_and_counters_are_independent():
     assert not np.array_equal(draws.bits(1, np.arange(5)), draws.bits(2, np.arange(5)))
 
 
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (DataConfig, {"scale": 0.0}),
+        (DataConfig, {"batch_size": 0}),
+        (DataConfig, {"negatives": -1}),
+        (ModelConfig, {"heads": 3}),
+        (ModelConfig, {"sequence_length": 0}),
+    ],
+)
+def test_impossible_settings_are_named(config, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        config(**options)
+
+
 def test_negatives_cover_the_vocabulary_evenly():
     dataset = load_dataset(DataConfig(negatives=64), ModelConfig(), seed=3)
     drawn = torch.cat([b.extra["negative_ids"].flatten() for b in dataset.batches(0, 1, epochs=1)])

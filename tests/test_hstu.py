@@ -117,11 +117,6 @@ def test_pad_and_its_backward():
     assert torch.equal(values.grad, torch.ones(3, 2))
 
 
-def test_width_must_divide_into_heads():
-    with pytest.raises(ValueError, match="heads"):
-        HSTU(width=10, layers=1, heads=3, longest=4)
-
-
 def test_silu_here_is_torchs():
     x = torch.randn(10)
     torch.testing.assert_close(silu(x), F.silu(x))

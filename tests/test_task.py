@@ -142,6 +142,38 @@ def test_the_model_names_one_table_for_both_features(dataset):
     assert table.features == ("history", "negatives")
 
 
+@pytest.mark.parametrize("pace_dense_ms", [0.0, 1.0])
+def test_torchrecs_embedding_collection_takes_the_place_of_the_embeddings(dataset, batch, pace_dense_ms):
+    pytest.importorskip("torchrec", reason="torchrec is not installed")
+    from torchrec.modules.embedding_configs import EmbeddingConfig
+    from torchrec.modules.embedding_modules import EmbeddingCollection
+
+    from nestpipe.data.keyed import to_keyed_jagged_tensor
+
+    plain = build(SMALL, dataset)
+    spec = build_model_spec(replace(SMALL, pace_dense_ms=pace_dense_ms), dataset)
+    (table,) = spec.tables
+    collection = EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name=table.name,
+                num_embeddings=table.rows,
+                embedding_dim=table.dim,
+                feature_names=list(table.features),
+            )
+        ]
+    )
+    weight = collection.embeddings["item"].weight
+    with torch.no_grad():
+        weight.copy_(plain.embeddings.tables["item"].weight)
+    model = spec.build(collection)
+    losses, wanted = model(replace(batch, sparse=to_keyed_jagged_tensor(batch.sparse))), plain(batch)
+    torch.testing.assert_close(losses, wanted)
+    losses.sum().backward()
+    wanted.sum().backward()
+    torch.testing.assert_close(weight.grad, plain.embeddings.tables["item"].weight.grad.to_dense())
+
+
 class Fixed(nn.Module):
     """A dense part whose scores are the item table's first column."""
 

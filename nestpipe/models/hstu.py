@@ -75,13 +75,11 @@ class HSTUBlock(nn.Module):
 class HSTU(nn.Module):
     """A stack of blocks over jagged histories.
 
-    ``width`` elements per position, ``layers`` blocks of ``heads`` heads, histories of up to ``longest``.
+    ``width`` elements per position (a multiple of ``heads``), ``layers`` blocks, histories of up to ``longest``.
     """
 
     def __init__(self, width: int, layers: int, heads: int, longest: int) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"width {width} is not divisible by {heads} heads")
         self.longest = longest
         self.positions = nn.Parameter(torch.empty(longest, width))
         nn.init.normal_(self.positions, std=0.02)

@@ -40,12 +40,13 @@ class NextItem(nn.Module):
         history, lengths = embedded["history"].values(), embedded["history"].lengths()
         index = padded_index(lengths, self._longest(lengths) + 1, len(history))
         items = pad(history, index)
-        ids = pad(batch.extra["history_ids"].values(), index)
-        times = pad(batch.extra["timestamps"].values(), index)
+        extra: Mapping[str, Any] = batch.extra
+        ids = pad(extra["history_ids"].values(), index)
+        times = pad(extra["timestamps"].values(), index)
         inputs = (lengths - 1).clamp(min=0)
         query = self.encode(items[:, :-1], inputs, times[:, :-1])
         target = self.represent(items[:, 1:])
-        negative_ids = batch.extra["negative_ids"]
+        negative_ids = extra["negative_ids"]
         negative = self.represent(embedded["negatives"].values()).view(*negative_ids.shape, items.shape[-1])
         hits = ids[:, 1:, None] == negative_ids[:, None, :]
         against = (query @ negative.transpose(1, 2)).masked_fill(hits, -torch.inf)
