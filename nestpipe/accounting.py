@@ -24,6 +24,7 @@ from nestpipe.trace import Timeline
 EXPOSED = ("input", "lookup", "communication", "dense_sync")
 _PARTS = (*EXPOSED, "skew", "other")
 _CATEGORIES = ("dense", "update", *_PARTS)
+_RANKS_AT_A_TIME = 128
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,17 @@ def step_times(timeline: Timeline, inline: str = "compute") -> StepTimes:
     if not complete:
         return StepTimes((), {name: np.zeros((0, timeline.ranks)) for name in _names()})
     bounds = np.array([last[complete[0] - 1], *(last[b] for b in complete)])
-    parts = np.zeros((len(on_lane), len(_CATEGORIES), timeline.ranks))
-    duration = timeline.end[on_lane] - timeline.start[on_lane]
-    parts[np.arange(len(on_lane)), category[on_lane]] += duration
-    parts[1:] += _idle_parts(timeline, category, on_lane)
-    sums = parts.cumsum(axis=0)[bounds]
-    per_step = (sums[1:] - sums[:-1]) * 1e3
-    ends = timeline.end[on_lane][bounds]
-    ms = {"step": (ends[1:] - ends[:-1]) * 1e3, "dense": per_step[:, 0], "update": per_step[:, 1]}
-    for name in _PARTS:
-        ms[f"exposed_{name}" if name in EXPOSED else name] = per_step[:, _CATEGORIES.index(name)]
-    ms.update(_totals(timeline, category, batch, complete))
+    ends = timeline.end[on_lane[bounds]]
+    ms = {name: np.empty((len(complete), timeline.ranks)) for name in _names()}
+    ms["step"] = (ends[1:] - ends[:-1]) * 1e3
+    # A few ranks at a time: the tables of the walk stay small whatever the cluster.
+    for low in range(0, timeline.ranks, _RANKS_AT_A_TIME):
+        ranks = slice(low, low + _RANKS_AT_A_TIME)
+        parts = _parts(timeline, category, on_lane, bounds, np.arange(*ranks.indices(timeline.ranks)))
+        for i, name in enumerate(_CATEGORIES):
+            ms[f"exposed_{name}" if name in EXPOSED else name][:, ranks] = parts[:, i]
+        for name, total in _totals(timeline, category, batch, complete, ranks).items():
+            ms[name][:, ranks] = total
     return StepTimes(tuple(complete), ms)
 
 
@@ -80,43 +81,57 @@ def _names() -> list[str]:
     return ["step", "dense", "update", *(f"exposed_{name}" for name in EXPOSED), "skew", "other", *EXPOSED]
 
 
-def _idle_parts(timeline: Timeline, category: np.ndarray, on_lane: np.ndarray) -> np.ndarray:
-    """[compute ops - 1, categories, ranks]: what the idle interval before each compute operation is charged to, seconds."""
-    ranks = np.arange(timeline.ranks)[None, :]
-    low = timeline.end[on_lane[:-1]]
-    now = np.maximum(timeline.start[on_lane[1:]], low)
-    current = np.repeat(on_lane[1:, None], timeline.ranks, axis=1)
-    charged = np.zeros((len(on_lane) - 1, len(_CATEGORIES), timeline.ranks))
+def _parts(
+    timeline: Timeline, category: np.ndarray, on_lane: np.ndarray, bounds: np.ndarray, ranks: np.ndarray
+) -> np.ndarray:
+    """Milliseconds [steps, categories, ranks]: where the time of each step went on ``ranks``.
+
+    ``bounds``: places in ``on_lane`` of the operations that end a step, the first of which begins the first.
+    """
+    # Places that belong to a step, and which: the operation itself and the idle interval before it.
+    place = np.arange(bounds[0] + 1, bounds[-1] + 1)
+    step = np.searchsorted(bounds, place) - 1
+    charged = np.zeros((len(bounds) - 1, len(_CATEGORIES), len(ranks)))
+    start, end = timeline.start[:, ranks], timeline.end[:, ranks]
+    busy = end[on_lane[place]] - start[on_lane[place]]
+    for name in ("dense", "update"):
+        mine = category[on_lane[place]] == _CATEGORIES.index(name)
+        if mine.any():
+            np.add.at(charged[:, _CATEGORIES.index(name)], step[mine], busy[mine])
+    # The walk: each pair of an idle interval and a rank goes back by one operation at a time until it
+    # arrives at the interval's beginning; ``now`` is where it stands, ``current`` what it explains.
+    idle, rank = np.nonzero(start[on_lane[place]] > end[on_lane[place - 1]])
+    low, current = end[on_lane[place[idle] - 1], rank], on_lane[place[idle]]
+    now, into = start[current, rank], step[idle]
     other, skew = _CATEGORIES.index("other"), _CATEGORIES.index("skew")
-    rows = np.arange(len(on_lane) - 1)[:, None]
-    while (active := now > low).any():
-        waited = timeline.before[current]  # [intervals, ranks, most]
-        ended = np.where(waited >= 0, timeline.end[waited, ranks[..., None]], -np.inf)
-        choice = ended.argmax(axis=-1)
-        previous = np.take_along_axis(waited, choice[..., None], axis=-1)[..., 0]
+    while len(now):
+        waited = timeline.before[current]  # [pairs, most]
+        ended = np.where(waited >= 0, end[waited, rank[:, None]], -np.inf)
+        choice = ended.argmax(axis=1)
+        previous = waited[np.arange(len(choice)), choice]
         # Nothing known to wait for: the rest of the interval cannot be explained.
-        known = np.where(previous >= 0, np.take_along_axis(ended, choice[..., None], axis=-1)[..., 0], -np.inf)
-        until = np.clip(known, low, now)
-        charged[:, other] += np.where(active, now - until, 0.0)
-        ready = np.clip(np.where(previous >= 0, timeline.ready[previous, ranks], -np.inf), low, until)
-        begin = np.clip(np.where(previous >= 0, timeline.start[previous, ranks], -np.inf), low, ready)
-        np.add.at(charged, (rows, category[previous], ranks), np.where(active, until - ready, 0.0))
-        charged[:, skew] += np.where(active, ready - begin, 0.0)
+        known = previous >= 0
+        until = np.clip(ended[np.arange(len(choice)), choice], low, now)
+        ready = np.clip(np.where(known, timeline.ready[previous, ranks[rank]], -np.inf), low, until)
+        begin = np.clip(np.where(known, start[previous, rank], -np.inf), low, ready)
+        np.add.at(charged, (into, other, rank), now - until)
+        np.add.at(charged, (into, category[previous], rank), until - ready)
+        np.add.at(charged, (into, skew, rank), ready - begin)
         # A wait that explains nothing (an operation of no length) must not stall the walk.
-        moved = (begin < now) | (previous != current)
-        now = np.where(active & moved & (previous >= 0), begin, low)
-        current = previous
-    return charged
+        go_on = known & ((begin < now) | (previous != current)) & (begin > low)
+        low, rank, into, now, current = (x[go_on] for x in (low, rank, into, begin, previous))
+    return charged * 1e3
 
 
-def _totals(timeline: Timeline, category: np.ndarray, batch: np.ndarray, steps: Sequence[int]) -> dict[str, np.ndarray]:
-    own = (timeline.end - timeline.ready) * 1e3
-    index = {b: i for i, b in enumerate(steps)}
-    row = np.array([index.get(int(b), -1) for b in batch])
+def _totals(
+    timeline: Timeline, category: np.ndarray, batch: np.ndarray, steps: Sequence[int], ranks: slice
+) -> dict[str, np.ndarray]:
+    row = np.searchsorted(steps, batch)
+    inside = np.isin(batch, steps)
     totals = {}
     for name in EXPOSED:
-        total = np.zeros((len(steps), timeline.ranks))
-        mine = (category == _CATEGORIES.index(name)) & (row >= 0)
-        np.add.at(total, row[mine], own[mine])
+        total = np.zeros((len(steps), len(range(*ranks.indices(timeline.ranks)))))
+        mine = np.flatnonzero((category == _CATEGORIES.index(name)) & inside)
+        np.add.at(total, row[mine], (timeline.end[mine, ranks] - timeline.ready[mine, ranks]) * 1e3)
         totals[name] = total
     return totals
