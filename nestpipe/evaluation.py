@@ -7,6 +7,7 @@ test item is among those they have seen (synthetic histories repeat items) are l
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,12 +25,13 @@ _USERS, _ITEMS = 128, 1 << 16  # scored at once: bounds memory
 def evaluate(
     model: nn.Module, item_table: Tensor, dataset: Dataset, cutoffs: Sequence[int] = CUTOFFS
 ) -> dict[str, float]:
-    """``{"HR@10": ..., "NDCG@10": ..., ..., "users": how many count}`` in one process.
+    """``{"HR@10": ..., "NDCG@10": ..., ..., "users": how many count}`` in one process, on its CPU.
 
     ``model``: the sequence model or its ``dense`` part (``encode``, ``represent``); its embedding module
     is not used. ``item_table``: float32 [items, dim], the whole trained table.
     """
-    dense: Any = getattr(model, "dense", model)
+    dense: Any = copy.deepcopy(getattr(model, "dense", model)).cpu()  # the copy: training goes on where it was
+    item_table = item_table.cpu()
 
     def score(users: np.ndarray) -> Callable[[int, int], Tensor]:
         query = _queries(dense, item_table, dataset, users)

@@ -27,10 +27,30 @@ def inputs(samples: int = 4) -> tuple[dict[str, Jagged], Batch]:
     return embedded, Batch(sparse={}, sample_ids=torch.arange(samples), extra={})
 
 
-def timed(function) -> float:
-    started = time.perf_counter()
-    function()
-    return (time.perf_counter() - started) * 1e3
+class Clock:
+    """Stands for the ``time`` module: time passes by sleeping alone."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def ms(self, function) -> float:
+        """How long ``function`` takes."""
+        began = self.now
+        function()
+        return (self.now - began) * 1e3
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("nestpipe.models.pacing.time", clock)
+    return clock
 
 
 def test_losses_and_gradients_stay():
@@ -43,48 +63,61 @@ def test_losses_and_gradients_stay():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_forward_and_backward_take_their_parts_of_the_time(parts):
-    dense = paced(Dense(), 60.0, forward_share=0.5)
+@pytest.mark.parametrize("parts", [1, 3, 7])
+def test_forward_and_backward_take_their_parts_of_the_time(clock, parts):
+    dense = paced(Dense(), 60.0)
     forward = backward = 0.0
-    for m in range(parts):
+    for m in range(parts):  # seven parts of four samples: three are empty, and free
         embedded, batch = inputs()
         part = batch.split(parts)[m]
         mine = {n: f.narrow(0, len(part)) for n, f in embedded.items()}
         losses = []
-        forward += timed(lambda mine=mine, part=part, losses=losses: losses.append(dense(mine, part)))
-        backward += timed(lambda losses=losses: losses[0].sum().backward())
-    assert 29 <= forward < 60 and 29 <= backward < 60
+        forward += clock.ms(lambda mine=mine, part=part, losses=losses: losses.append(dense(mine, part)))
+        backward += clock.ms(lambda losses=losses: losses[0].sum().backward())
+    assert forward == pytest.approx(20) and backward == pytest.approx(40)
 
 
-def test_time_between_forward_and_backward_does_not_count():
-    dense = paced(Dense(), 40.0, forward_share=0.25)
-    embedded, batch = inputs()
-    losses = dense(embedded, batch)
-    time.sleep(0.05)
-    assert timed(lambda: losses.sum().backward()) >= 29
+def test_time_between_forward_and_backward_does_not_count(clock):
+    losses = paced(Dense(), 40.0, forward_share=0.25)(*inputs())
+    clock.sleep(5.0)
+    assert clock.ms(lambda: losses.sum().backward()) == pytest.approx(30)
 
 
-def test_interleaved_calls_keep_their_own_clocks():
+def test_interleaved_calls_keep_their_own_clocks(clock):
     dense = paced(Dense(), 40.0, forward_share=0.5)
     pending = [dense(*inputs()) for _ in range(3)]
     for losses in reversed(pending):
-        assert 19 <= timed(lambda losses=losses: losses.sum().backward()) < 40
+        assert clock.ms(lambda losses=losses: losses.sum().backward()) == pytest.approx(20)
 
 
-def test_slow_math_is_not_slowed_further():
-    class Slow(Dense):
+def test_the_math_counts_and_slow_math_is_not_slowed_further(clock):
+    class Takes(Dense):
         def forward(self, embedded, batch):
-            time.sleep(0.04)
+            clock.sleep(0.012)
             return super().forward(embedded, batch)
 
-    assert timed(lambda: paced(Slow(), 30.0)(*inputs())) < 60
+    assert clock.ms(lambda: paced(Takes(), 60.0)(*inputs())) == pytest.approx(20)
+    assert clock.ms(lambda: paced(Takes(), 30.0)(*inputs())) == pytest.approx(12)
 
 
-def test_an_empty_part_and_no_gradients_do_not_wait():
-    dense = paced(Dense(), 500.0)
+def test_waiting_for_the_embeddings_does_not_count(clock):
+    class Awaited(dict):
+        """As torchrec's awaitable: the embeddings arrive when they are first asked for."""
+
+        def items(self):
+            clock.sleep(1.0)
+            return super().items()
+
     embedded, batch = inputs()
-    empty = batch.narrow(0, 0)
-    assert timed(lambda: dense({n: f.narrow(0, 0) for n, f in embedded.items()}, empty).sum().backward()) < 200
+    assert clock.ms(lambda: paced(Dense(), 60.0)(Awaited(embedded), batch)) == pytest.approx(1020)
+
+
+def test_without_gradients_only_the_forward_is_paced(clock):
     with torch.no_grad():
-        assert dense({n: f.narrow(0, 0) for n, f in embedded.items()}, empty).shape == (0,)
+        assert clock.ms(lambda: paced(Dense(), 60.0)(*inputs())) == pytest.approx(20)
+
+
+def test_real_time_passes():
+    began = time.perf_counter()
+    paced(Dense(), 30.0)(*inputs()).sum().backward()
+    assert time.perf_counter() - began >= 0.029

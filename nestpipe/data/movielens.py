@@ -62,7 +62,7 @@ def read_rows(path: Path, skip: bool = False) -> tuple[np.ndarray, int, tuple[st
     good = _ROW.findall(text)
     bad: list[str] = []
     if len(good) != lines:  # the slow way, to name the rows
-        for number, line in enumerate(text.splitlines(keepends=False) if b"\r" not in text else text.split(b"\n"), 1):
+        for number, line in enumerate(text.split(b"\n"), 1):
             if number <= lines and not _ROW.fullmatch(line):
                 bad.append(f"{path}:{number}: {_what_is_wrong(line)}")
                 if not skip:
