@@ -1,0 +1,299 @@
+"""Real TorchRec: DistributedModelParallel, row-wise sharding, fused optimizer, `TrainPipelineSparseDist` unmodified.
+
+What its step t does, in this order, all on the host thread (the letters of `nestpipe.schedule`):
+
+1. K(t+1) starts: bucket the keys, launch the All2All of sizes.
+2. P(t+2), H(t+2).
+3. Wait for the keys of t (launched in step t-1), R(t), launch E(t); the first use of an embedding waits for it. F(t).
+4. K(t+1) goes on: wait for the sizes, launch the All2Alls of lengths and keys.
+5. B(t); DDP launches A(t) once the last dense gradient is there; G(t) is launched and waited for; U(t), inside
+   backward; wait for A(t).
+6. O(t).
+
+So key routing hides behind the batch before; the embedding and gradient All2Alls do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nestpipe.versions import require_torchrec
+
+require_torchrec()
+
+from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: E402
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection  # noqa: E402
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module  # noqa: E402
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise  # noqa: E402
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist  # noqa: E402
+from torchrec.distributed.types import ShardingEnv, ShardingPlan  # noqa: E402
+from torchrec.modules.embedding_configs import EmbeddingConfig  # noqa: E402
+from torchrec.modules.embedding_modules import EmbeddingCollection  # noqa: E402
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noqa: E402
+from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
+
+from baselines.torchrec_batch import AlignedBatches, KeyedBatch, NoClock  # noqa: E402
+from baselines.torchrec_hooks import Observer  # noqa: E402
+from baselines.torchrec_traffic import Traffic  # noqa: E402
+from nestpipe.data.batch import Batch  # noqa: E402
+from nestpipe.embedding.table import initial_rows  # noqa: E402
+from nestpipe.trace import Span  # noqa: E402
+from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult, TableConfig  # noqa: E402
+
+FUSED = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+
+
+class WeightedLoss(nn.Module):
+    """Makes of a model's losses [samples] the scalar that TorchRec's pipeline differentiates."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: KeyedBatch) -> tuple[Tensor, Tensor]:
+        losses = self.model(batch)
+        return losses.sum() * batch.weight, losses.detach()
+
+
+class TorchRecTrainer:
+    """A Trainer (see `nestpipe.trainer`) that is TorchRec.
+
+    ``group``: the ranks, on gloo; None for all. ``observe``: hooks for spans and traffic; without them there are
+    no spans and the byte counts of `StepResult` are 0. Collective. Raises ValueError for a sparse optimizer
+    that fbgemm lacks on a CPU, or tables of unequal dims (a torchrec EmbeddingCollection has one).
+
+    Two batches are in flight between steps (t+1 with its keys routed, t+2 read). ``state_dict`` leaves
+    them out: it is the state after ``state["batches"]`` trained batches, and after ``load_state_dict`` the
+    iterator must start with that batch.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        sparse_optimizer: SparseOptimizer,
+        dense_optimizer: DenseOptimizer,
+        seed: int,
+        group: dist.ProcessGroup | None = None,
+        name: str = "torchrec",
+        observe: bool = True,
+    ) -> None:
+        if sparse_optimizer.name not in FUSED:
+            raise ValueError(
+                f"sparse optimizer '{sparse_optimizer.name}': fbgemm on a CPU has {', '.join(FUSED)}"
+            )
+        if len({table.dim for table in spec.tables}) != 1:
+            raise ValueError("tables of one EmbeddingCollection have one dim: " + str(spec.tables))
+        self.name = name
+        self.tables = {table.name: table for table in spec.tables}
+        self._group = group or dist.group.WORLD
+        self._world = dist.get_world_size(self._group)
+        self._control = _gloo_group_of_its_own(self._group)
+        self._features = [feature for table in spec.tables for feature in table.features]
+        self._trained = 0
+        self._batches: AlignedBatches | None = None
+        self._current: KeyedBatch | None = None
+
+        self._module = spec.build(
+            EmbeddingCollection(tables=_configs(spec.tables), device=torch.device("meta"))
+        )
+        self._dmp = self._shard(sparse_optimizer)
+        self._collection = next(
+            m for m in self._module.modules() if isinstance(m, ShardedEmbeddingCollection)
+        )
+        _load_initial_rows(self._collection, self.tables, seed)
+        optimizer = self._optimizer(dense_optimizer)
+        self._pipeline = TrainPipelineSparseDist(self._dmp, optimizer, torch.device("cpu"))
+
+        root = get_unwrapped_module(self._dmp)
+        root.register_forward_pre_hook(self._forward_begins)
+        self._collection.register_forward_hook(self._hide_padding_sample)
+        self._observer = Observer(self._group) if observe else None
+        self._traffic = Traffic(self._collection, self.tables, self._group) if observe else None
+        self._clock = self._observer or NoClock()
+        if self._observer:
+            self._observer.attach(self._collection, self._pipeline, self._dmp.module)
+            root.register_forward_hook(lambda *_: self._observer.loss_computed())
+
+    def _shard(self, sparse_optimizer: SparseOptimizer) -> DistributedModelParallel:
+        fused = {"optimizer": FUSED[sparse_optimizer.name], "learning_rate": sparse_optimizer.lr}
+        if sparse_optimizer.name != "sgd":
+            fused["eps"] = sparse_optimizer.eps
+        sharder = EmbeddingCollectionSharder(fused_params=fused)
+        path, collection = next(
+            (path, m)
+            for path, m in WeightedLoss(self._module).named_modules()
+            if isinstance(m, EmbeddingCollection)
+        )
+        plan = construct_module_sharding_plan(
+            collection,
+            {name: row_wise(compute_kernel="fused") for name in self.tables},
+            sharder=sharder,
+            local_size=self._world,
+            world_size=self._world,
+            device_type="cpu",
+        )
+        return DistributedModelParallel(
+            WeightedLoss(self._module),
+            env=ShardingEnv.from_process_group(self._group),
+            device=torch.device("cpu"),
+            plan=ShardingPlan({path: plan}),
+            sharders=[sharder],
+        )
+
+    def _optimizer(self, dense_optimizer: DenseOptimizer) -> CombinedOptimizer:
+        def build(parameters: list[nn.Parameter]) -> Any:
+            self._dense_optimizer = dense_optimizer(parameters)
+            return self._dense_optimizer
+
+        dense = KeyedOptimizerWrapper(dict(in_backward_optimizer_filter(self._dmp.named_parameters())), build)
+        return CombinedOptimizer([self._dmp.fused_optimizer, dense])
+
+    # ---- hooks that hold with and without observation ----
+
+    def _forward_begins(self, module: nn.Module, inputs: tuple[KeyedBatch]) -> None:
+        self._current = inputs[0]
+
+    def _hide_padding_sample(self, module: nn.Module, inputs: Any, awaitable: Any) -> None:
+        if not len(self._current):
+            awaitable.callbacks.append(_without_samples)
+
+    # ---- the Trainer interface ----
+
+    def progress(self, batches: Iterator[Batch]) -> StepResult:
+        if self._batches is None or self._batches.source is not batches:
+            count = self._batches.count if self._batches else self._trained
+            self._batches = AlignedBatches(
+                batches, self._features, self._control, self._world, count, self._clock
+            )
+        with self._observer.step() if self._observer else nullcontext():
+            losses = self._pipeline.progress(self._batches)
+        batch, step = self._current, self._trained
+        self._trained += 1
+        loss = float(losses.sum()) / max(1, batch.global_samples)
+        sent = self._observer.sent_bytes if self._observer else 0
+        minimum, duplication = self._traffic.of(batch) if self._traffic else (0, 1.0)
+        return StepResult(step, loss, len(batch), sent, minimum, duplication)
+
+    def take_spans(self) -> list[Span]:
+        if self._observer is None:
+            return []
+        spans, self._observer.spans = self._observer.spans, []
+        return spans
+
+    def table(self, name: str) -> Tensor:
+        table = self.tables[name]
+        block = -(-table.rows // self._world)
+        mine = torch.zeros(block, table.dim)
+        for shard_name, _, weight, _ in shards(self._collection):
+            if shard_name == name:
+                mine[: len(weight)] = weight
+        blocks = [torch.empty_like(mine) for _ in range(self._world)]
+        dist.all_gather(blocks, mine, group=self._group)
+        return torch.cat(blocks)[: table.rows]
+
+    def dense_state(self) -> dict[str, Tensor]:
+        named = self._module.named_parameters()
+        return {name: p.detach() for name, p in named if not name.startswith("embeddings.")}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shards, first row and state by table, the dense part and the number of trained batches."""
+        return {
+            "batches": self._trained,
+            "world": self._world,
+            "tables": {
+                name: {"first": first, "weight": weight.clone(), "state": [s.clone() for s in state]}
+                for name, first, weight, state in shards(self._collection)
+            },
+            "dense": {name: value.clone() for name, value in self.dense_state().items()},
+            "dense_optimizer": self._dense_optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Drops the batches in flight. Raises ValueError for a state of another number of ranks."""
+        if state["world"] != self._world:
+            raise ValueError(
+                f"state of {state['world']} ranks: TorchRec's shards fit that number only, not {self._world}"
+            )
+        self._drop_in_flight()
+        with torch.no_grad():
+            for name, _, weight, optimizer_state in shards(self._collection):
+                saved = state["tables"][name]
+                for mine, theirs in zip(
+                    [weight, *optimizer_state], [saved["weight"], *saved["state"]], strict=True
+                ):
+                    mine.copy_(theirs)
+            for name, value in self.dense_state().items():
+                value.copy_(state["dense"][name])
+        self._dense_optimizer.load_state_dict(state["dense_optimizer"])
+        self._trained = state["batches"]
+        self._batches = None
+
+    def close(self) -> None:
+        self._drop_in_flight()
+        self._pipeline.detach()
+        dist.barrier(group=self._control)
+        dist.destroy_process_group(self._control)
+
+    def _drop_in_flight(self) -> None:
+        for context in self._pipeline.contexts:
+            for request in context.input_dist_tensors_requests.values():
+                request.wait()
+        self._pipeline.reset()
+
+
+def shards(collection: ShardedEmbeddingCollection) -> Iterator[tuple[str, int, Tensor, list[Tensor]]]:
+    """This rank's part of every table: name, first row, weight [rows here, dim], optimizer state [rows here] each.
+
+    The tensors are the live ones.
+    """
+    for lookup in collection._lookups:
+        for kernel in lookup._emb_modules:
+            tables = kernel._config.embedding_tables
+            weights = kernel.emb_module.split_embedding_weights()
+            states = kernel.emb_module.split_optimizer_states()
+            for i, (table, weight) in enumerate(zip(tables, weights, strict=True)):
+                yield (
+                    table.name,
+                    table.local_metadata.shard_offsets[0],
+                    weight,
+                    list(states[i]) if states else [],
+                )
+
+
+def _load_initial_rows(
+    collection: ShardedEmbeddingCollection, tables: Mapping[str, TableConfig], seed: int
+) -> None:
+    with torch.no_grad():
+        for name, first, weight, _ in shards(collection):
+            weight.copy_(initial_rows(seed, tables[name], first, first + len(weight)))
+
+
+def _configs(tables: tuple[TableConfig, ...]) -> list[EmbeddingConfig]:
+    return [
+        EmbeddingConfig(
+            name=table.name,
+            num_embeddings=table.rows,
+            embedding_dim=table.dim,
+            feature_names=list(table.features),
+        )
+        for table in tables
+    ]
+
+
+def _without_samples(features: Mapping[str, Any]) -> dict[str, Any]:
+    """The embedded features of a batch without samples, the padding sample taken out of their lengths."""
+    return {
+        name: type(jagged)(values=jagged.values(), lengths=jagged.lengths()[:0])
+        for name, jagged in features.items()
+    }
+
+
+def _gloo_group_of_its_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The same ranks, for what is no part of TorchRec's step."""
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)

@@ -1,0 +1,69 @@
+"""Do torch, torchrec and fbgemm fit together? Checked where torchrec is imported, never before.
+
+The three are built against each other: fbgemm 1.9 does not load beside torch 2.13 (undefined symbol), and the
+CUDA wheel of fbgemm, which torchrec asks for, breaks a CPU install (`libtorch_cuda.so`). The errors that come
+of it name neither the versions nor the fix; this one does. The engine itself needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module, metadata
+
+#: The triple that this project is tested with; a later patch release of each is taken too.
+TESTED = {"torch": "2.13", "torchrec": "1.8", "fbgemm": "1.8"}
+
+FIX = """\
+Install the three together:
+  pip install torch==2.13.0 torchrec==1.8.0 fbgemm-gpu==1.8.0                       (CUDA)
+  pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 torchmetrics==1.0.3 tensordict pyre-extensions iopath tqdm
+  pip install --no-deps torchrec==1.8.0                                             (CPU: both lines)
+On a CPU, torchrec's own dependency fbgemm-gpu must stay out: it is the CUDA build and overwrites the other."""
+
+
+def installed_versions(version: Callable[[str], str] = metadata.version) -> dict[str, str]:
+    """Version of torch, torchrec and fbgemm by name, without a build tag (`+cpu`); `not installed` where absent.
+
+    fbgemm is what the CPU distribution says where it is installed, else the CUDA one.
+    """
+
+    def first_of(*distributions: str) -> str:
+        for name in distributions:
+            try:
+                return version(name).partition("+")[0]
+            except metadata.PackageNotFoundError:
+                continue
+        return "not installed"
+
+    return {
+        "torch": first_of("torch"),
+        "torchrec": first_of("torchrec"),
+        "fbgemm": first_of("fbgemm-gpu-cpu", "fbgemm-gpu"),
+    }
+
+
+def mismatch(found: dict[str, str]) -> str | None:
+    """What is wrong with the installed triple and how to mend it, or None where it is the tested one."""
+    wrong = [n for n, want in TESTED.items() if found[n] != want and not found[n].startswith(want + ".")]
+    if not wrong:
+        return None
+    return _explain(found, f"{' and '.join(wrong)} not as tested")
+
+
+def require_torchrec() -> None:
+    """Import torchrec, or raise ImportError that names the three versions and the fix."""
+    found = installed_versions()
+    problem = mismatch(found)
+    if problem:
+        raise ImportError(problem)
+    try:
+        import_module("fbgemm_gpu")
+        import_module("torchrec")
+    except (ImportError, OSError) as error:
+        raise ImportError(_explain(found, f"they do not load: {error}")) from error
+
+
+def _explain(found: dict[str, str], what: str) -> str:
+    have = ", ".join(f"{name} {version}" for name, version in found.items())
+    want = ", ".join(f"{name} {version}" for name, version in TESTED.items())
+    return f"Real TorchRec needs a matching set; {what}.\nFound: {have}. Tested: {want}.\n{FIX}"
