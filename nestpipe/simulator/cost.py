@@ -1,0 +1,213 @@
+"""The cost of an operation: (hardware, workload, stage, workers, micro-batches) -> seconds.
+
+One function for every method. A method is only its schedule and, for two-dimensional sharding,
+the number of replica groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nestpipe.schedule import STAGES
+from nestpipe.simulator.hardware import Hardware, ProfileError
+from nestpipe.simulator.workload import Workload
+
+_KEY_BYTES = 8.0
+_ADAM_PASSES = 7.0  # weight, gradient, two moments read; weight and moments written
+_UPDATE_PASSES = 3.0  # row and gradient read, row written
+
+
+class ClusterError(ValueError):
+    """A cluster that cannot be. One line: what is wrong."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hardware times a number of workers, in ``groups`` replica groups of equal size (1: plain sharding)."""
+
+    hardware: Hardware
+    workers: int
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or self.groups < 1:
+            raise ClusterError(f"{self.workers} workers in {self.groups} groups: both must be at least 1")
+        if self.workers % self.groups:
+            raise ClusterError(f"{self.workers} workers cannot be split into {self.groups} groups of equal size")
+
+    @property
+    def group_size(self) -> int:
+        """Workers that share one copy of the tables."""
+        return self.workers // self.groups
+
+
+def stage_seconds(cluster: Cluster, workload: Workload, micro_batches: int) -> dict[str, float]:
+    """Seconds of one operation of each stage (of one micro-batch where the stage has micro-batches), without jitter.
+
+    Collectives: from when all members have entered. Raises ClusterError for more micro-batches than samples.
+    """
+    if not 1 <= micro_batches <= workload.batch_size:
+        raise ClusterError(f"{micro_batches} micro-batches of {workload.batch_size} samples: choose 1..batch size")
+    h, w, n = cluster.hardware, workload, cluster.workers
+    rows, overlap = w.rows(cluster.group_size), w.keys.overlap_at(cluster.group_size)
+    dense = dense_seconds(h, w, micro_batches)
+    sent = w.distinct * w.keys.duplication_at(micro_batches) / micro_batches * w.embedding_bytes
+    exchange = all2all_seconds(cluster, sent)
+    growth = lookup_growth(h, n) * (h.replica_lookup if cluster.groups > 1 else 1.0)
+    moved = rows * w.row_bytes
+    return {
+        "P": w.batch_size / h.input_samples_per_s,
+        "H": w.input_bytes / h.pcie_bytes_per_s,
+        "K": w.key_count / h.routing_keys_per_s * growth
+        + all2all_seconds(cluster, w.distinct * _KEY_BYTES)
+        + all2all_seconds(cluster, 0.0),  # sizes first
+        "R": rows * (h.host_row_s + w.row_bytes / h.host_bytes_per_s) * growth + moved / h.pcie_bytes_per_s,
+        "S": h.hand_over_s + 2 * overlap * moved / h.hbm_bytes_per_s,
+        "E": exchange,
+        "F": dense * h.forward_share,
+        "B": dense * (1 - h.forward_share),
+        "G": exchange + replica_sync_seconds(cluster, sent),
+        "A": allreduce_seconds(h, n, w.dense_bytes),
+        "U": _UPDATE_PASSES * moved / h.hbm_bytes_per_s,
+        "O": _ADAM_PASSES * w.dense_bytes / h.hbm_bytes_per_s,
+        "W": moved / h.write_bytes_per_s + moved / h.pcie_bytes_per_s,
+    }
+
+
+def dense_seconds(hardware: Hardware, workload: Workload, micro_batches: int) -> float:
+    """Forward and backward of one micro-batch: b samples at b / (b + half_rate_samples) of the full rate."""
+    samples = workload.batch_size / micro_batches
+    efficiency = samples / (samples + hardware.half_rate_samples)
+    return workload.dense_flops / micro_batches / (hardware.flops_per_s * efficiency)
+
+
+def all2all_seconds(cluster: Cluster, sent: float) -> float:
+    """An All2All inside a group, ``sent`` bytes from every worker, spread evenly over the group.
+
+    What stays on the node and what leaves it travel side by side. Congestion between nodes grows
+    linearly with the members: bandwidth(m) = bandwidth / (1 + m / exchange_half_workers).
+    """
+    h, members = cluster.hardware, cluster.group_size
+    if members == 1:
+        return 0.0
+    on_node = min(h.workers_per_node, members)
+    intra = sent * (on_node - 1) / members / h.intra_bytes_per_s
+    congestion = 1 + members / h.exchange_half_workers
+    inter = sent * (members - on_node) / members / h.network_bytes_per_s * congestion
+    return h.collective_latency_s + (members - 1) * h.peer_latency_s + max(intra, inter)
+
+
+def replica_sync_seconds(cluster: Cluster, sent: float) -> float:
+    """2D-SP: AllReduce of ``sent`` bytes among the replicas, as a ring moves them, times ``replica_sync``."""
+    h, groups = cluster.hardware, cluster.groups
+    if groups == 1:
+        return 0.0
+    return h.replica_sync * 2 * (groups - 1) / groups * sent / h.network_bytes_per_s + h.collective_latency_s
+
+
+def allreduce_seconds(hardware: Hardware, workers: int, size: float) -> float:
+    """A ring: 2 (n - 1) / n of ``size`` bytes through every link, and a latency that grows with log2 n."""
+    if workers == 1:
+        return 0.0
+    ring = 2 * (workers - 1) / workers * size / hardware.allreduce_bytes_per_s
+    return ring + hardware.collective_latency_s * math.log2(workers)
+
+
+def lookup_growth(hardware: Hardware, workers: int) -> float:
+    """Key routing and retrieval relative to few workers: linear, and a jump at a tier (cause unexplained)."""
+    jump = hardware.lookup_tier_penalty if workers > hardware.lookup_tier_workers else 0.0
+    return 1 + workers / hardware.lookup_half_workers + jump
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What published step times say of a cluster, in ms, for one workload on it; ``hardware`` turns it into rates.
+
+    All2All, both directions of a batch: C(n) = exchange_ms + exchange_per_worker_ms n (times
+    (n - 1) / n: a worker keeps what is its own). Lookup: L(n) = lookup_ms + lookup_per_worker_ms n +
+    lookup_jump_ms [n > tier_workers], a ``routing_share`` of which is key routing, the rest retrieval.
+    """
+
+    dense_ms: float
+    """Forward and backward of a batch, updates and dense AllReduce contained."""
+    hand_over_ms: float
+    """Lookup that stays exposed when lookups are pipelined."""
+    exchange_ms: float
+    exchange_per_worker_ms: float
+    lookup_ms: float
+    lookup_per_worker_ms: float
+    lookup_jump_ms: float
+    replica_lookup: float
+    """2D-SP's lookup relative to plain sharding."""
+    replica_sync_ms: float
+    """2D-SP's replica synchronisation, per batch."""
+    groups: int = 4
+    """2D-SP's replica groups."""
+    tier_workers: int = 384
+    """The jump of the lookup lies beyond this many workers."""
+    routing_share: float = 0.5
+    """Part of the lookup that is key routing."""
+    forward_share: float = 1 / 3
+    """Part of the dense time that is forward."""
+    micro_batches: int = 8
+    """Of FWP."""
+    micro_batch_ms: float = 0.0
+    """Further dense time of every micro-batch (the efficiency curve)."""
+
+
+def reference_from_table(name: str, table: Mapping[str, float]) -> Reference:
+    """``[reference]`` of a profile. Raises ProfileError naming the profile."""
+    for key, value in table.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ProfileError(f"hardware '{name}': {key} must be a number of at least 0, not {value!r}")
+    try:
+        return Reference(**table)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ProfileError(f"hardware '{name}': {error}") from error
+
+
+def reference_hardware(name: str, reference: Reference, workload: Workload, notes: tuple[str, ...] = ()) -> Hardware:
+    """Rates at which ``workload`` takes the times of ``reference``. Raises ProfileError for a time that is not above 0."""
+    r = reference
+    for key in ("dense_ms", "exchange_ms", "lookup_ms"):
+        if not getattr(r, key) > 0:
+            raise ProfileError(f"hardware '{name}': {key} is {getattr(r, key)}, must be above 0")
+    moved = workload.rows(1) * workload.row_bytes
+    sent = workload.distinct * workload.embedding_bytes
+    half = lambda base, slope: base / slope if slope > 0 else math.inf  # noqa: E731
+    ring = 2 * (r.groups - 1) / r.groups * r.exchange_ms / 2
+    return Hardware(
+        name=name,
+        origin="published",
+        flops_per_s=workload.dense_flops / (r.dense_ms * 1e-3),
+        half_rate_samples=r.micro_batch_ms / r.dense_ms * workload.batch_size,
+        forward_share=r.forward_share,
+        hand_over_s=r.hand_over_ms * 1e-3,
+        routing_keys_per_s=_rate(workload.key_count, r.lookup_ms * r.routing_share),
+        host_bytes_per_s=_rate(moved, r.lookup_ms * (1 - r.routing_share)),
+        network_bytes_per_s=_rate(sent, r.exchange_ms / 2),
+        exchange_half_workers=half(r.exchange_ms, r.exchange_per_worker_ms),
+        lookup_half_workers=half(r.lookup_ms, r.lookup_per_worker_ms),
+        lookup_tier_workers=r.tier_workers,
+        lookup_tier_penalty=r.lookup_jump_ms / r.lookup_ms,
+        replica_lookup=r.replica_lookup,
+        replica_sync=r.replica_sync_ms / ring if r.groups > 1 else 0.0,
+        notes=notes,
+    )
+
+
+def _rate(amount: float, ms: float) -> float:
+    return amount / (ms * 1e-3) if ms > 0 else math.inf
+
+
+def costs_by_category(seconds: Mapping[str, float], micro_batches: int) -> dict[str, float]:
+    """Seconds of a whole batch by category of ``schedule.STAGES``, nothing overlapped."""
+    totals: dict[str, float] = {}
+    for stage, value in seconds.items():
+        kind = STAGES[stage]
+        totals[kind.category] = totals.get(kind.category, 0.0) + value * (
+            micro_batches if kind.per_micro_batch else 1
+        )
+    return totals

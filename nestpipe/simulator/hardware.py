@@ -1,0 +1,159 @@
+"""The cluster: rates and latencies of one worker and of what connects the workers. Profiles are TOML.
+
+A rate may be ``inf``: the cost is contained in another one (the published tables, say, know one
+dense time that holds updates and the dense AllReduce).
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+
+class ProfileError(ValueError):
+    """A hardware profile cannot be used. One line: which, what is wrong, what to do."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One worker and its links. Rates are per worker and direction; bytes, seconds, FLOP, rows, keys."""
+
+    name: str
+    origin: str
+    """How the numbers came about: ``published`` (fitted to them), ``specification`` or ``measured``."""
+    flops_per_s: float
+    """Dense forward and backward, achieved by large micro-batches."""
+    half_rate_samples: float = 0.0
+    """Efficiency curve: a micro-batch of b samples runs at b / (b + this) of the rate."""
+    forward_share: float = 1 / 3
+    """Part of the dense time of a micro-batch that is forward."""
+    hbm_bytes_per_s: float = math.inf
+    """Sparse update, dense optimizer and dual-buffer synchronisation."""
+    hand_over_s: float = 0.0
+    """Fixed time of handing prefetched rows over to training: the lookup that stays exposed in a pipeline."""
+    host_bytes_per_s: float = math.inf
+    """Random reads of whole rows from host memory."""
+    host_row_s: float = 0.0
+    """Fixed time of each random read."""
+    write_bytes_per_s: float = math.inf
+    """Random writes of whole rows to host memory."""
+    routing_keys_per_s: float = math.inf
+    """Deduplicating and bucketing keys."""
+    pcie_bytes_per_s: float = math.inf
+    """Host to device and back."""
+    input_samples_per_s: float = math.inf
+    """Reading and collating samples."""
+    workers_per_node: int = 1
+    intra_bytes_per_s: float = math.inf
+    """Between workers of a node."""
+    network_bytes_per_s: float = math.inf
+    """Between nodes."""
+    collective_latency_s: float = 0.0
+    """Fixed time of a collective on two or more workers, whatever its size."""
+    peer_latency_s: float = 0.0
+    """All2All: further time per peer."""
+    allreduce_bytes_per_s: float = math.inf
+    """AllReduce of dense gradients."""
+    exchange_half_workers: float = math.inf
+    """All2All: at this many workers congestion has halved the bandwidth."""
+    lookup_half_workers: float = math.inf
+    """Key routing and retrieval: at this many workers they take twice as long as on few."""
+    lookup_tier_workers: float = math.inf
+    """Beyond this many workers lookups slow down at once."""
+    lookup_tier_penalty: float = 0.0
+    """By this many times the lookup on few workers."""
+    replica_lookup: float = 1.0
+    """2D-SP: its lookup relative to that of one group."""
+    replica_sync: float = 1.0
+    """2D-SP: replica synchronisation relative to an All2All of the batch without congestion."""
+    notes: tuple[str, ...] = ()
+    """Sources and assumptions."""
+
+    def __post_init__(self) -> None:
+        positive = {f.name for f in fields(self) if f.name.endswith(("_per_s", "half_workers"))}
+        for name in positive | {"lookup_tier_workers", "workers_per_node"}:
+            if not getattr(self, name) > 0:
+                raise ProfileError(f"hardware '{self.name}': {name} is {getattr(self, name)}, must be above 0")
+        for name in ("half_rate_samples", "lookup_tier_penalty", "replica_lookup", "replica_sync"):
+            _not_negative(self.name, name, getattr(self, name))
+        for name in (f.name for f in fields(self) if f.name.endswith("_s") and f.name not in positive):
+            _not_negative(self.name, name, getattr(self, name))
+        if not 0 < self.forward_share < 1:
+            raise ProfileError(f"hardware '{self.name}': forward_share is {self.forward_share}, must be inside 0..1")
+
+
+def _not_negative(hardware: str, name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ProfileError(f"hardware '{hardware}': {name} is {value}, must be a number of at least 0")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Hardware with the workload it was calibrated on (empty where it is none) and usual worker counts."""
+
+    hardware: Hardware
+    workload: Mapping[str, Any]
+    workers: tuple[int, ...]
+
+
+def known_profiles() -> list[str]:
+    """Names of the profiles that ship with the package."""
+    folder = files("nestpipe.simulator") / "profiles"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def load_profile_text(name_or_path: str) -> dict[str, Any]:
+    """The TOML tables of a shipped profile or a file. Raises ProfileError, listing the known ones."""
+    path = Path(name_or_path)
+    try:
+        if name_or_path in known_profiles():
+            text = (files("nestpipe.simulator") / "profiles" / f"{name_or_path}.toml").read_text(encoding="utf-8")
+        elif path.suffix == ".toml" and path.is_file():
+            text = path.read_text(encoding="utf-8")
+        else:
+            known = ", ".join(known_profiles())
+            raise ProfileError(f"unknown hardware '{name_or_path}': one of {known}, or a .toml file")
+        return tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ProfileError(f"hardware '{name_or_path}': cannot be read as TOML ({error})") from error
+
+
+def hardware_from_table(name: str, table: Mapping[str, Any]) -> Hardware:
+    """``[hardware]`` of a profile. Raises ProfileError naming a key that is unknown, missing or of a wrong type."""
+    kinds = {f.name: f.type for f in fields(Hardware)}
+    for key, value in table.items():
+        if key not in kinds:
+            raise ProfileError(f"hardware '{name}': unknown key '{key}'")
+        if kinds[key] in ("float", "int") and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ProfileError(f"hardware '{name}': {key} must be a number, not {value!r}")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+    try:
+        return Hardware(**{"name": name, **values})
+    except TypeError as error:
+        raise ProfileError(f"hardware '{name}': {error}") from error
+
+
+def hardware_to_toml(hardware: Hardware, workload: Mapping[str, Any] | None = None) -> str:
+    """A profile file's text; keys at their defaults are left out."""
+    defaults = {f.name: f.default for f in fields(Hardware)}
+    lines = ["[hardware]"]
+    for name, value in asdict(hardware).items():
+        if name == "name" or value == defaults[name]:
+            continue
+        lines.append(f"{name} = {_toml(value)}")
+    if workload:
+        lines += ["", "[workload]", *(f"{name} = {_toml(value)}" for name, value in workload.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return repr(value)
