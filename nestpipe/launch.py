@@ -269,10 +269,7 @@ class RankPool:
     def _start(self, rank: int, store_fd: int) -> _Rank:
         ours, theirs = socket.socketpair()
         stack_fd = os.memfd_create(f"nestpipe-stacks-{rank}")
-        in_namespace = self.testbed is not None and self.testbed.is_up
-        namespace = ""
-        if self.testbed is not None and in_namespace:
-            namespace = self.testbed.namespace(self.testbed.host_of(rank, self.workers))
+        testbed = self.testbed
         config = RankConfig(
             rank=rank,
             world_size=self.workers,
@@ -281,8 +278,8 @@ class RankPool:
             stack_fd=stack_fd,
             backend=self.backend,
             timeout_s=self.timeout_s,
-            interface=self.testbed.interface if self.testbed is not None else "lo",
-            network_namespace=namespace,
+            interface=testbed.interface if testbed else "lo",
+            network_namespace=testbed.namespace(testbed.host_of(rank, self.workers)) if testbed else "",
             local_rank=rank,
         )
         ours.setblocking(False)
