@@ -56,7 +56,7 @@ def _queries(dense: Any, item_table: Tensor, dataset: Dataset, users: np.ndarray
     lengths = torch.from_numpy(counts)
     index = padded_index(lengths, max(1, int(counts.max())), len(items))
     embedded = pad(item_table[torch.from_numpy(items)], index)
-    queries = dense.encode(embedded, lengths, pad(torch.from_numpy(times), index))
+    queries = dense.encode(embedded, pad(torch.from_numpy(times), index))
     last = (lengths - 1).clamp(min=0)
     return queries[torch.arange(len(users)), last] * (lengths > 0)[:, None]
 

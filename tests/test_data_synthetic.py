@@ -47,6 +47,7 @@ def test_popularity_does_not_follow_the_id(whole):
     eighths = np.array([part.sum() for part in np.array_split(counts, 8)]) / counts.sum()
     assert abs(eighths - 1 / 8).max() < 0.05  # row-wise shards carry like loads, but for a few hot items
     assert abs(np.corrcoef(counts, np.arange(dataset.items))[0, 1]) < 0.02
+    assert abs(np.corrcoef(np.log1p(counts[1:]), np.log1p(counts[:-1]))[0, 1]) < 0.02
 
 
 def test_any_piece_of_a_history_is_the_same_piece(whole):

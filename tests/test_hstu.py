@@ -59,7 +59,7 @@ def hstu() -> HSTU:
 def run(hstu: HSTU, x: list[torch.Tensor], times: list[torch.Tensor]) -> list[torch.Tensor]:
     lengths = torch.tensor([len(row) for row in x], dtype=torch.int64)
     index = padded_index(lengths, max(1, int(lengths.max())), int(lengths.sum()))
-    out = hstu(pad(torch.cat(x), index), lengths, pad(torch.cat(times), index))
+    out = hstu(pad(torch.cat(x), index), pad(torch.cat(times), index))
     return [out[i, :n] for i, n in enumerate(lengths.tolist())]
 
 

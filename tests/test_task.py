@@ -51,37 +51,43 @@ def build(training: TrainingConfig, dataset) -> nn.Module:
     return spec.build(PlainEmbeddings(spec.tables, training.seed))
 
 
+def by_hand(model: nn.Module, sample: Batch) -> torch.Tensor:
+    """The loss of one sample that has targets, one target and one negative at a time."""
+    table, dense = model.embeddings.tables["item"].weight, model.dense
+    ids, times = sample.sparse["history"].flat, sample.extra["timestamps"].flat
+    query = dense.encode(table[ids[:-1]][None], times[None, :-1])[0]
+    losses = []
+    for q, target in zip(query, ids[1:], strict=True):
+        rivals = [n for n in sample.extra["negative_ids"][0].tolist() if n != target]
+        scores = dense.represent(table[[int(target), *rivals]]) @ q
+        losses.append(-scores.log_softmax(0)[0])
+    return torch.stack(losses).mean()
+
+
 def test_loss_by_hand(dataset, batch):
     model = build(SMALL, dataset)
-    table, dense = model.embeddings.tables["item"].weight, model.dense
     losses = model(batch)
     assert losses.shape == (24,) and losses.dtype == torch.float32
     for i in (0, 3, 5, 11):
         ids = batch.sparse["history"].narrow(i, i + 1).flat
-        times = batch.extra["timestamps"].narrow(i, i + 1).flat
         if len(ids) < 2:
             assert losses[i] == 0
             continue
-        query = dense.encode(table[ids[:-1]][None], torch.tensor([len(ids) - 1]), times[None, :-1])[0]
-        wanted = []
-        for q, target in zip(query, ids[1:], strict=True):
-            rivals = [n for n in batch.extra["negative_ids"][i].tolist() if n != target]
-            scores = dense.represent(table[[int(target), *rivals]]) @ q
-            wanted.append(-scores.log_softmax(0)[0])
-        torch.testing.assert_close(losses[i], torch.stack(wanted).mean(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(losses[i], by_hand(model, batch.narrow(i, i + 1)), rtol=1e-4, atol=1e-5)
 
 
 def test_accidental_hits_do_not_count(dataset, batch):
     model = build(SMALL, dataset)
     targets = batch.sparse["history"].narrow(0, 1).flat[1:]
     negative_ids = batch.extra["negative_ids"].clone()
-    negative_ids[0] = targets[0]  # the first position is left with its target alone
+    negative_ids[0] = targets[0]  # this target is left without a rival
     clash = replace(
         batch,
         sparse={**batch.sparse, "negatives": Jagged(negative_ids.flatten(), batch.sparse["negatives"].counts)},
         extra={**batch.extra, "negative_ids": negative_ids},
     ).narrow(0, 1)
     losses = model(clash)
+    torch.testing.assert_close(losses[0], by_hand(model, clash), rtol=1e-4, atol=1e-5)
     losses.sum().backward()
     assert torch.isfinite(losses).all()
     assert all(torch.isfinite(p.grad).all() for p in model.dense.parameters())
@@ -177,7 +183,7 @@ def test_torchrecs_embedding_collection_takes_the_place_of_the_embeddings(datase
 class Fixed(nn.Module):
     """A dense part whose scores are the item table's first column."""
 
-    def encode(self, items, lengths, timestamps):
+    def encode(self, items, timestamps):
         return torch.ones_like(items)
 
     def represent(self, items):
@@ -223,7 +229,7 @@ def test_evaluation_sees_what_training_predicts(dataset):
     for query, user in zip(queries, users, strict=True):
         count = min(int(dataset.lengths[user]), 10)
         items, times = dataset.read(np.array([user]), np.array([dataset.lengths[user] - count]), np.array([count]))
-        alone = dense.encode(table[items][None], torch.tensor([count]), torch.from_numpy(times)[None])[0, -1]
+        alone = dense.encode(table[items][None], torch.from_numpy(times)[None])[0, -1]
         torch.testing.assert_close(query, alone, rtol=1e-4, atol=1e-4)
 
 

@@ -62,7 +62,7 @@ class HSTUBlock(nn.Module):
     def forward(self, x: Tensor, apart: Tensor, buckets: Tensor, visible: Tensor) -> Tensor:
         """``apart``: int64 [t, t], i - j where j <= i; ``buckets``: int64 [samples, t, t], of time.
 
-        ``visible``: [samples, 1, t, t], 1 / n where position i sees j (j <= i, j no padding), else 0.
+        ``visible``: float32 [t, t], 1 / n where position i sees j (j <= i), else 0.
         """
         u, v, q, k = F.silu(self.uvqk(self.norm_in(x))).chunk(4, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
@@ -85,17 +85,15 @@ class HSTU(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
         self.blocks = nn.ModuleList(HSTUBlock(width, heads, longest) for _ in range(layers))
 
-    def forward(self, x: Tensor, lengths: Tensor, timestamps: Tensor) -> Tensor:
-        """Padded [samples, t, width], real lengths int64 [samples], seconds int64 [samples, t] -> [samples, t, width].
+    def forward(self, x: Tensor, timestamps: Tensor) -> Tensor:
+        """[samples, t, width], padded at the end, and int64 seconds [samples, t] -> [samples, t, width].
 
-        Position i has seen items 0..i. Padded positions hold numbers without meaning.
+        Position i has seen items 0..i, so real positions see no padding; what padded ones hold means nothing.
         """
         t = x.shape[1]
         steps = torch.arange(t, device=x.device)
         apart = (steps[:, None] - steps[None, :]).clamp(min=0)
-        causal = steps[:, None] >= steps[None, :]
-        real = steps[None, :] < lengths[:, None]
-        visible = (causal & real[:, None, :]).to(x.dtype)[:, None] / self.longest
+        visible = (steps[:, None] >= steps[None, :]).to(x.dtype) / self.longest
         buckets = time_buckets(timestamps)
         x = x + self.positions[:t]
         for block in self.blocks:

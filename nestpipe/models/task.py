@@ -44,7 +44,7 @@ class NextItem(nn.Module):
         ids = pad(extra["history_ids"].values(), index)
         times = pad(extra["timestamps"].values(), index)
         inputs = (lengths - 1).clamp(min=0)
-        query = self.encode(items[:, :-1], inputs, times[:, :-1])
+        query = self.encode(items[:, :-1], times[:, :-1])
         target = self.represent(items[:, 1:])
         negative_ids = extra["negative_ids"]
         negative = self.represent(embedded["negatives"].values()).view(*negative_ids.shape, items.shape[-1])
@@ -55,13 +55,13 @@ class NextItem(nn.Module):
         real = torch.arange(losses.shape[1], device=losses.device) < inputs[:, None]
         return (losses * real).sum(1) / inputs.clamp(min=1)
 
-    def encode(self, items: Tensor, lengths: Tensor, timestamps: Tensor) -> Tensor:
-        """What follows each position: padded embeddings [samples, t, dim] -> queries [samples, t, dim].
+    def encode(self, items: Tensor, timestamps: Tensor) -> Tensor:
+        """What follows each position: embeddings [samples, t, dim], padded at the end -> queries [samples, t, dim].
 
-        ``lengths``: int64 [samples]; ``timestamps``: int64 seconds [samples, t]. The score of an item
-        is the query's inner product with ``represent(its embedding)``.
+        ``timestamps``: int64 seconds [samples, t]. The score of an item is the query's inner product
+        with ``represent(its embedding)``.
         """
-        hidden = self.leave(self.hstu(self.enter(items * self.scale), lengths, timestamps))
+        hidden = self.leave(self.hstu(self.enter(items * self.scale), timestamps))
         return F.normalize(hidden, dim=-1, eps=1e-6) / TEMPERATURE
 
     def represent(self, items: Tensor) -> Tensor:
