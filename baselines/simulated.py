@@ -1,0 +1,31 @@
+"""The baselines as the simulator takes them: their schedules, and whether their tables are replicated in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from baselines.two_d_sp_schedule import nestpipe_two_d_sp, two_d_sp
+from baselines.uniemb import uniemb
+from nestpipe.schedule import Schedule
+from nestpipe.simulator.methods import BUILT_IN, SimulatedMethod
+
+
+def _uniemb(_: int) -> Schedule:
+    return uniemb()
+
+
+def _two_d_sp(_: int) -> Schedule:
+    return two_d_sp()
+
+
+BASELINES = (
+    SimulatedMethod("2d-sp", _two_d_sp, "2D-SP", 1, grouped=True),
+    SimulatedMethod("uniemb", _uniemb, "UniEmb", 1),
+    SimulatedMethod("nestpipe+2d-sp", nestpipe_two_d_sp, "NestPipe+2D-SP", grouped=True),
+)
+
+#: Everything that ``nestpipe simulate`` knows, in the order of the paper's tables.
+METHODS: Mapping[str, SimulatedMethod] = {
+    m.name: m
+    for m in (BUILT_IN["serial"], *BASELINES[:2], BUILT_IN["dbp-only"], BUILT_IN["fwp-only"], BUILT_IN["nestpipe"], BASELINES[2])
+}
