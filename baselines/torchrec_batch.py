@@ -64,17 +64,6 @@ class KeyedBatch(Pipelineable):
         self.sparse.record_stream(stream)
         Batch({}, self.sample_ids, self.extra).record_stream(stream)
 
-    def pin_memory(self) -> KeyedBatch:
-        pin = lambda x: (
-            Jagged(x.flat.pin_memory(), x.counts.pin_memory()) if isinstance(x, Jagged) else x.pin_memory()
-        )  # noqa: E731, E501
-        return replace(
-            self,
-            sparse=self.sparse.pin_memory(),
-            sample_ids=self.sample_ids.pin_memory(),
-            extra={name: pin(value) for name, value in self.extra.items()},
-        )
-
 
 def keyed(
     batch: Batch, features: list[str], world: int, global_samples: int, number: int, clock: HostClock

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -93,7 +94,10 @@ class TorchRecTrainer:
         self.tables = {table.name: table for table in spec.tables}
         self._group = group or dist.group.WORLD
         self._world = dist.get_world_size(self._group)
-        self._control = _gloo_group_of_its_own(self._group)
+        # Agreement at the end of the data is no part of TorchRec's step: a group of its own, where all ranks are
+        # here to make one. (A group made by some ranks alone takes a name that depends on the ranks only, so a
+        # second trainer would find the first one's dead addresses in the store.)
+        self._control = dist.new_group(backend="gloo") if group is None else self._group
         self._features = [feature for table in spec.tables for feature in table.features]
         self._trained = 0
         self._batches: AlignedBatches | None = None
@@ -117,7 +121,7 @@ class TorchRecTrainer:
         self._traffic = Traffic(self._collection, self.tables, self._group) if observe else None
         self._clock = self._observer or NoClock()
         if self._observer:
-            self._observer.attach(self._collection, self._pipeline, self._dmp.module)
+            self._observer.attach(self._collection, self._pipeline, self._dmp._dmp_wrapped_module)
             root.register_forward_hook(lambda *_: self._observer.loss_computed())
 
     def _shard(self, sparse_optimizer: SparseOptimizer) -> DistributedModelParallel:
@@ -211,7 +215,7 @@ class TorchRecTrainer:
                 for name, first, weight, state in shards(self._collection)
             },
             "dense": {name: value.clone() for name, value in self.dense_state().items()},
-            "dense_optimizer": self._dense_optimizer.state_dict(),
+            "dense_optimizer": deepcopy(self._dense_optimizer.state_dict()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -230,7 +234,7 @@ class TorchRecTrainer:
                     mine.copy_(theirs)
             for name, value in self.dense_state().items():
                 value.copy_(state["dense"][name])
-        self._dense_optimizer.load_state_dict(state["dense_optimizer"])
+        self._dense_optimizer.load_state_dict(deepcopy(state["dense_optimizer"]))
         self._trained = state["batches"]
         self._batches = None
 
@@ -238,7 +242,8 @@ class TorchRecTrainer:
         self._drop_in_flight()
         self._pipeline.detach()
         dist.barrier(group=self._control)
-        dist.destroy_process_group(self._control)
+        if self._control is not self._group:
+            dist.destroy_process_group(self._control)
 
     def _drop_in_flight(self) -> None:
         for context in self._pipeline.contexts:
@@ -292,8 +297,3 @@ def _without_samples(features: Mapping[str, Any]) -> dict[str, Any]:
         name: type(jagged)(values=jagged.values(), lengths=jagged.lengths()[:0])
         for name, jagged in features.items()
     }
-
-
-def _gloo_group_of_its_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same ranks, for what is no part of TorchRec's step."""
-    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)

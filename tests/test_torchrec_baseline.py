@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def plain_loop(rule, dense_optimizer, sizes):
                 else:
                     state += table.grad.pow(2).mean(1, keepdim=True)
                     table -= rule.lr * table.grad / (state.sqrt() + rule.eps)
-        losses.append(float(loss))
+        losses.append(loss.item())
     moved = max(float((p.detach() - before[name]).abs().max()) for name, p in model.named_parameters())
     return losses, model, moved
 
@@ -217,13 +218,13 @@ def test_spans_show_every_stage_of_every_batch(pool2):
         assert {s.batch for s in spans} == set(range(6))
         assert all(s.start <= s.end for s in spans)
         host = sorted((s for s in spans if s.stage in "PHRFBUO"), key=lambda s: s.start)
-        assert all(a.end <= b.start for a, b in zip(host, host[1:], strict=False))
+        assert all(a.end <= b.start for a, b in itertools.pairwise(host))
         once = [s for s in spans if s.stage != "K"]
         assert len(once) == len({(s.stage, s.batch) for s in once})
         at = {(s.stage, s.batch): s for s in once}
         for batch in range(6):
             chain = [at[stage, batch] for stage in "PHREFBGUO"]
-            assert all(a.end <= b.start for a, b in zip(chain, chain[1:], strict=False))
+            assert all(a.end <= b.start for a, b in itertools.pairwise(chain))
             assert at["A", batch].start >= at["B", batch].start
             assert at["A", batch].end <= at["O", batch].start
             keys = [s for s in spans if s.stage == "K" and s.batch == batch]
