@@ -12,12 +12,9 @@ of file on its control socket, and a guardian process kills what does not (a ran
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import pickle
-import re
-import select
 import selectors
 import signal
 import socket
@@ -30,7 +27,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from nestpipe.rank import (
-    FRAME_HEADER,
     RankConfig,
     RankPlace,
     dump,
@@ -38,6 +34,7 @@ from nestpipe.rank import (
     leave_process_group,
     send_to_launcher,
 )
+from nestpipe.rank_process import RankError, RankFailure, RankProcess, start_guardian
 
 if TYPE_CHECKING:
     from nestpipe.testbed import Testbed
@@ -54,118 +51,10 @@ __all__ = [
 
 # After a first failure: how long to listen for an earlier or better explained one of another rank.
 SETTLE_S = 0.4
-STACK_DUMP_S = 0.5
+STACK_DUMP_S = 0.3
+STACK_LIMIT_S = 3.0
 CLOSE_GRACE_S = 8.0
-SEND_TIMEOUT_S = 60.0
-# What gloo and NCCL say on a rank whose peer has gone: an effect of the failure, never its cause.
-CONSEQUENCE = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|"
-    r"Socket closed|Socket Timeout|remote process exited|NCCL communicator was aborted|"
-    r"DistNetworkError|ncclRemoteError|Connection closed",
-    re.IGNORECASE,
-)
 START_CODE = "import sys, json; sys.path[:] = json.loads(sys.argv[2]); from nestpipe.rank import main; main()"
-
-
-@dataclasses.dataclass(frozen=True)
-class RankFailure:
-    """How one rank failed. `when_ns` is on the clock of time.perf_counter_ns."""
-
-    rank: int
-    what: str
-    details: str  # traceback or stacks, "" where there is none
-    when_ns: int
-
-    @property
-    def is_consequence(self) -> bool:
-        return CONSEQUENCE.search(self.what) is not None
-
-
-class RankError(RuntimeError):
-    """A rank failed. The message is the first failure in one line, then that rank's traceback.
-
-    `failures` holds every failure seen, causes before consequences, each by time.
-    """
-
-    def __init__(self, failures: list[RankFailure], headline: str = "") -> None:
-        self.failures = sorted(failures, key=lambda failure: (failure.is_consequence, failure.when_ns))
-        if not failures:
-            super().__init__(headline)
-            return
-        first, *rest = self.failures
-        lines = [f"rank {first.rank}: {first.what}"]
-        if first.details:
-            lines += ["", first.details.rstrip()]
-        if rest:
-            lines += ["", "after that:", *(f"  rank {failure.rank}: {failure.what}" for failure in rest)]
-        super().__init__("\n".join(lines))
-
-
-@dataclasses.dataclass
-class _Rank:
-    """The launcher's side of one rank process."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    control: socket.socket
-    stack_fd: int
-    pid_fd: int
-    received: bytearray = dataclasses.field(default_factory=bytearray)
-    stack_read: int = 0
-
-    def send(self, *message: Any) -> None:
-        payload = dump(message)
-        # A rank that has died is found and explained by the event loop, not here.
-        with contextlib.suppress(OSError):
-            self.control.settimeout(SEND_TIMEOUT_S)  # a stopped rank does not read
-            self.control.sendall(FRAME_HEADER.pack(len(payload)) + payload)
-        self.control.setblocking(False)
-
-    def messages(self) -> Iterator[tuple[Any, ...]]:
-        """Messages that have arrived so far; does not block."""
-        while True:
-            try:
-                part = self.control.recv(1 << 20)
-            except OSError:
-                break
-            if not part:
-                break
-            self.received += part
-        while len(self.received) >= FRAME_HEADER.size:
-            end = FRAME_HEADER.size + FRAME_HEADER.unpack_from(self.received)[0]
-            if len(self.received) < end:
-                return
-            payload = bytes(self.received[FRAME_HEADER.size : end])
-            del self.received[:end]
-            yield pickle.loads(payload)
-
-    def stacks(self) -> str:
-        """What faulthandler has written since the last call: stacks on a timeout or a crash."""
-        text = os.pread(self.stack_fd, 1 << 20, self.stack_read)
-        self.stack_read += len(text)
-        return text.decode(errors="replace")
-
-    def ended(self, within_s: float = 0.0) -> bool:
-        """Whether the process has ended, without reaping it: its id and group id stay its own."""
-        return bool(select.select([self.pid_fd], [], [], within_s)[0])
-
-    def kill(self) -> int:
-        """Kill the rank and everything it started, reap it; its exit code, negative for a signal."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
-
-    def death(self) -> RankFailure:
-        """Explain the end of a process that has ended without a word."""
-        code = self.kill()  # the code is of its own end; killed is what it may have left behind
-        if code < 0:
-            what = f"was killed by {signal.Signals(-code).name} (process {self.process.pid})"
-            if code == -signal.SIGKILL:
-                what += "; if nobody did that, the machine may have run out of memory"
-        else:
-            what = f"exited with code {code} in the middle of its work (process {self.process.pid})"
-        return RankFailure(self.rank, what, self.stacks(), time.perf_counter_ns())
 
 
 class RankPool:
@@ -195,7 +84,7 @@ class RankPool:
         self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s
         self.backend = backend
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankProcess] = []
         self._failure: str | None = "it was not started: use it as a context manager"
         self._cleanup = contextlib.ExitStack()
 
@@ -222,7 +111,7 @@ class RankPool:
                     self._ranks.append(self._start(rank, store_fd))
             finally:
                 os.close(store_fd)
-            self._cleanup.callback(_start_guardian(self.pids))
+            self._cleanup.callback(start_guardian(self.pids))
             self._collect("ready", self.start_timeout_s, None, "joining the process group")
         except BaseException:
             self._end()
@@ -266,7 +155,7 @@ class RankPool:
             self._kill_all()
             raise
 
-    def _start(self, rank: int, store_fd: int) -> _Rank:
+    def _start(self, rank: int, store_fd: int) -> RankProcess:
         ours, theirs = socket.socketpair()
         stack_fd = os.memfd_create(f"nestpipe-stacks-{rank}")
         testbed = self.testbed
@@ -291,7 +180,7 @@ class RankPool:
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C reaches the launcher alone, and a rank's own children die with it
             )
-        return _Rank(rank, process, ours, stack_fd, os.pidfd_open(process.pid))
+        return RankProcess(rank, process, ours, stack_fd, os.pidfd_open(process.pid))
 
     def _collect(
         self, wanted: str, limit_s: float, on_message: Callable[[int, Any], None] | None, doing: str
@@ -335,11 +224,14 @@ class RankPool:
             raise error
         return [answers[rank] for rank in range(self.workers)]
 
-    def _timeout(self, missing: list[_Rank], limit_s: float, doing: str) -> list[RankFailure]:
+    def _timeout(self, missing: list[RankProcess], limit_s: float, doing: str) -> list[RankFailure]:
         for rank in missing:
             if not rank.ended():
                 os.kill(rank.process.pid, signal.SIGUSR1)
-        time.sleep(STACK_DUMP_S)
+        asked = time.monotonic()
+        while not all(rank.has_stacks() for rank in missing) and time.monotonic() < asked + STACK_LIMIT_S:
+            time.sleep(0.02)
+        time.sleep(STACK_DUMP_S)  # the writing itself
         what = f"not done with {doing} after {limit_s:g} s"
         stacks = "\n".join(f"stacks of rank {rank.rank}:\n{rank.stacks()}" for rank in missing)
         now = time.perf_counter_ns()
@@ -371,28 +263,6 @@ class RankPool:
             self._ranks.clear()
         finally:
             self._cleanup.close()
-
-
-def _start_guardian(pids: list[int]) -> Callable[[], None]:
-    """A shell that kills the process groups `pids` once this process has ended; returns its dismissal.
-
-    The kernel's parent-death signal is no substitute: it spares what a rank has started, and fires when the
-    launching *thread* ends.
-    """
-    groups = " ".join(f"-{pid}" for pid in pids)
-    guardian = subprocess.Popen(
-        ["/bin/sh", "-c", f"read -r _ || true; kill -9 {groups} 2>/dev/null"],
-        stdin=subprocess.PIPE,
-        process_group=0,
-    )
-
-    def dismiss() -> None:
-        guardian.kill()
-        guardian.wait()
-        if guardian.stdin is not None:
-            guardian.stdin.close()
-
-    return dismiss
 
 
 @contextlib.contextmanager

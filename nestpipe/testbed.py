@@ -9,38 +9,43 @@ owner, so the kernel removes a testbed however its owner ended, and any number m
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import os
-import pathlib
 import re
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 import types
-from typing import Any
 
 from nestpipe.rank import enter_network_namespace
+from nestpipe.switch import (
+    FALL_BACK,
+    GSO_BYTES,
+    SWITCH,
+    TestbedUnavailable,
+    host_paths,
+    require_switch,
+    run_batch,
+    running_switches,
+    shape_lines,
+)
 
-SWITCH = "nestpipe-switch"
+__all__ = [
+    "Testbed",
+    "TestbedUnavailable",
+    "parse_delay",
+    "parse_rate",
+    "parse_testbed",
+    "running_switches",
+    "testbed_down",
+    "testbed_status",
+    "testbed_up",
+]
+
 SUBNET = "10.77.0"
 MAX_HOSTS = 250
-FALL_BACK = "or use --testbed loopback"
 RATE_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 DELAY_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-# Small segments interleave better on a slow link; the queue must hold what all peers may have in flight.
-GSO_BYTES = 16384
-QUEUE_BYTES = 16 << 20
-BURST_BYTES = 32 << 10
-
-
-class TestbedUnavailable(RuntimeError):
-    """This machine cannot make the testbed; the message is one line: what, why, and what to do."""
-
-    __test__ = False
 
 
 @dataclasses.dataclass
@@ -140,7 +145,7 @@ class Testbed:
     def _make(self, hosts: int, owned: bool) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"a testbed has 1 to {MAX_HOSTS} hosts, not {hosts}")
-        program = _require_tools(self.delay_s)
+        program = require_switch(self.delay_s)
         delay_us = round(self.delay_s * 1e6)
         owner = str(os.getpid()) if owned else "persistent"
         description = [str(hosts), str(delay_us), str(int(owned)), _rate_text(self.rate_bit_s), owner]
@@ -180,9 +185,9 @@ class Testbed:
                 links += [f"link add port{host} type veth peer name host{host} netns {inside}"]
             links += [f"link set port{host} master bridge up"]
         links += ["link set bridge up"]
-        _batch(switch, "ip", links)
+        run_batch(switch, "ip", links)
         for host in range(hosts):
-            _batch(
+            run_batch(
                 self.namespace(host),
                 "ip",
                 [
@@ -193,9 +198,11 @@ class Testbed:
                 ],
             )
         if self.rate_bit_s > 0:
-            _batch(switch, "tc", [line for host in range(hosts) for line in _shape(f"port{host}", self.rate_bit_s)])
+            run_batch(
+                switch, "tc", [line for host in range(hosts) for line in shape_lines(f"port{host}", self.rate_bit_s)]
+            )
             for host in range(hosts):
-                _batch(self.namespace(host), "tc", _shape(self.interface, self.rate_bit_s))
+                run_batch(self.namespace(host), "tc", shape_lines(self.interface, self.rate_bit_s))
 
 
 def parse_testbed(text: str) -> Testbed:
@@ -248,90 +255,7 @@ def _delay_text(delay_s: float) -> str:
     return f"{micros // 1000}ms" if micros % 1000 == 0 else f"{micros}us"
 
 
-def _shape(device: str, rate_bit_s: float) -> list[str]:
-    """tc lines for one end of a link. Bare ACKs and ARP pass by the data, or two-way traffic halves its rate."""
-    rate = f"{rate_bit_s:.0f}bit"
-    return [
-        f"qdisc add dev {device} root handle 1: htb default 20",
-        f"class add dev {device} parent 1: classid 1:20 htb rate {rate} ceil {rate} "
-        f"burst {BURST_BYTES} cburst {BURST_BYTES} quantum 20000",
-        f"class add dev {device} parent 1: classid 1:10 htb rate 10gbit ceil 10gbit quantum 20000",
-        # IP packets shorter than 128 bytes: the upper nine bits of the length field are zero
-        f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0 0xff80 at 2 flowid 1:10",
-        f"filter add dev {device} parent 1: protocol arp prio 2 u32 match u32 0 0 flowid 1:10",
-        f"qdisc add dev {device} parent 1:20 handle 20: bfifo limit {QUEUE_BYTES}",
-    ]
-
-
-def _batch(namespace: str, tool: str, lines: list[str]) -> None:
-    """Run `lines` by one call of ip or tc in a namespace."""
-    command = ["nsenter", f"--net={namespace}", tool, "-batch", "-"]
-    done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True)
-    if done.returncode != 0:
-        why = " ".join(done.stderr.split())
-        raise TestbedUnavailable(
-            f"cannot set up the testbed's links: {tool} says {why!r}; see `nestpipe doctor`, {FALL_BACK}"
-        )
-
-
-def _require_tools(delay_s: float) -> str:
-    """Path of the compiled switch. Raises TestbedUnavailable with the first thing that is missing."""
-    if os.geteuid() != 0:
-        raise TestbedUnavailable(
-            f"a netns testbed makes network namespaces, which needs root: run as root, {FALL_BACK}"
-        )
-    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux")):
-        if shutil.which(tool) is None:
-            raise TestbedUnavailable(f"a netns testbed needs `{tool}`: apt install {package}, {FALL_BACK}")
-    if delay_s > 0 and not os.path.exists("/dev/net/tun"):
-        raise TestbedUnavailable(
-            f"a link delay needs /dev/net/tun, which is not here: modprobe tun (in a container, pass the "
-            f"device in), {FALL_BACK}"
-        )
-    return str(_compiled_switch())
-
-
-def _compiled_switch() -> pathlib.Path:
-    """The switch, compiled once per version of its source into the user's cache."""
-    source = pathlib.Path(__file__).with_name("switch.c")
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "nestpipe"
-    program = cache / f"switch-{digest}"
-    if program.exists():
-        return program
-    compiler = next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), None)
-    if compiler is None:
-        raise TestbedUnavailable(
-            f"a netns testbed compiles a small C program and finds no compiler: apt install gcc libc6-dev, {FALL_BACK}"
-        )
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        built = pathlib.Path(scratch) / "switch"
-        done = subprocess.run([compiler, "-O2", "-o", built, source], capture_output=True, text=True)
-        if done.returncode != 0:
-            why = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
-            raise TestbedUnavailable(f"cannot compile {source.name} ({why}): apt install gcc libc6-dev, {FALL_BACK}")
-        os.replace(built, program)  # atomic: runs that start together do not meet a half-written file
-    return program
-
-
 # Testbeds that outlive the command that made them, for the command line
-
-
-def running_switches() -> list[dict[str, Any]]:
-    """Every testbed of this machine: pid, hosts, delay_s, rate, owner ("persistent" or a process id)."""
-    found = []
-    for entry in pathlib.Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-            if words[0] == SWITCH and len(words) == 6:
-                found.append(
-                    {"pid": int(entry.name), "hosts": int(words[1]), "delay_s": int(words[2]) / 1e6,
-                     "rate": words[4], "owner": words[5]}
-                )  # fmt: skip
-    return sorted(found, key=lambda switch: switch["pid"])
 
 
 def testbed_up(hosts: int, rate: str = "200mbit", delay: str = "1ms") -> str:
@@ -364,15 +288,6 @@ def testbed_status() -> str:
         lines.append(f"{link}: {switch['hosts']} hosts, {owner}")
         lines += [
             f"  host {host} ({SUBNET}.{host + 1}): nsenter --net={path} COMMAND"
-            for host, path in enumerate(_host_paths(switch))
+            for host, path in enumerate(host_paths(switch))
         ]
     return "\n".join(lines) or "no testbed is up"
-
-
-def _host_paths(switch: dict[str, Any]) -> list[str]:
-    """Namespace paths of a running switch's hosts: its namespace descriptors in order, the last is its own."""
-    folder = pathlib.Path(f"/proc/{switch['pid']}/fd")
-    numbers = []
-    with contextlib.suppress(OSError):
-        numbers = sorted(int(d.name) for d in folder.iterdir() if os.readlink(d).startswith("net:["))
-    return [f"{folder}/{number}" for number in numbers[: switch["hosts"]]]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nestpipe import testbed as testbed_module
+from nestpipe import switch as switch_module
 from nestpipe.launch import RankPool
 from nestpipe.testbed import (
     TestbedUnavailable,
@@ -114,7 +114,7 @@ def test_missing_tools_name_their_package(monkeypatch, tmp_path, tool, package):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lacking = {tool, "cc", "clang"}
-    monkeypatch.setattr(testbed_module.shutil, "which", lambda name: None if name in lacking else f"/bin/{name}")
+    monkeypatch.setattr(switch_module.shutil, "which", lambda name: None if name in lacking else f"/bin/{name}")
     monkeypatch.setattr(os.path, "exists", lambda path: True)
     with pytest.raises(TestbedUnavailable, match=f"apt install {package}"):
         parse_testbed("netns:200mbit,1ms").up(2)
