@@ -160,13 +160,17 @@ def _accumulate(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) ->
 def _all_reduce(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> None:
     total = state.slots["dense_gradient", 0]
     _check_sum(state, op, total.value, "dense gradients")
-    total.value = (*total.value, ("reduced", op.ref.batch))
+    total.value = (*total.value, (op.ref.batch, _REDUCED))
+
+
+#: Stands for the micro-batch of a dense gradient that has been summed over workers.
+_REDUCED = 0
 
 
 def _check_sum(state: _State, op: Op, got: tuple[Any, ...], what: str) -> None:
     want = [(op.ref.batch, m) for m in range(1, state.template.micro_batches + 1)]
     if sorted(got) != want:
-        names = lambda pairs: ", ".join(f"{b}.{m}" for b, m in pairs) or "none"  # noqa: E731
+        names = lambda pairs: ", ".join(f"{b}.{m}" if m else f"A{b}" for b, m in pairs) or "none"  # noqa: E731
         text = f"{op.ref} consumes the {what} of {names(got)} where it must be {names(want)}, each once"
         state.report("incomplete", text)
     elif list(got) != want:
@@ -196,8 +200,7 @@ def _sparse_update(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray)
 
 def _dense_update(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> None:
     total = state.slots["dense_gradient", 0]
-    reduced = ("reduced", op.ref.batch)
-    if not total.value or total.value[-1] != reduced:
+    if not total.value or total.value[-1] != (op.ref.batch, _REDUCED):
         text = f"{op.ref} uses dense gradients that A{op.ref.batch} has not yet summed over workers"
         state.report("incomplete", text)
     total.value = ()

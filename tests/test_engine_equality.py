@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_the_small_runs_move_weights_and_share_keys() -> None:
     assert len(outcome.losses) == 20
     batches = Setting().batches(0)
     keys = [set(batch.sparse["seen"].values().tolist()) for batch in batches]
-    assert all(len(a & b) >= 3 for a, b in zip(keys, keys[1:], strict=False))
+    assert all(len(a & b) >= 3 for a, b in pairwise(keys))
 
 
 @pytest.mark.parametrize(("micro_batches", "rule"), [(1, 1), (4, 0), (4, 1), (8, 0)])
