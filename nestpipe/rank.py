@@ -17,6 +17,7 @@ import json
 import os
 import pickle
 import queue
+import re
 import signal
 import socket
 import struct
@@ -126,9 +127,9 @@ def set_one_thread() -> None:
 def join_process_group(backend: str | None = None, timeout_s: float = 1800.0) -> RankPlace:
     """Join `torch.distributed` from the environment of torchrun or Slurm and set one intra-op thread.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or SLURM_PROCID, SLURM_NTASKS and
-    SLURM_LOCALID in their place. `backend` defaults to gloo, with NCCL for CUDA tensors where there is one.
-    Raises RuntimeError that names the missing variables.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID,
+    SLURM_JOB_NODELIST and SLURM_JOB_ID in their place. `backend` defaults to gloo, with NCCL for CUDA tensors where
+    there is one. Raises RuntimeError that names the missing variables.
     """
     import torch
     import torch.distributed as dist
@@ -144,7 +145,12 @@ def join_process_group(backend: str | None = None, timeout_s: float = 1800.0) ->
 
     rank, world_size = int(setting("RANK", "SLURM_PROCID")), int(setting("WORLD_SIZE", "SLURM_NTASKS"))
     local_rank = int(setting("LOCAL_RANK", "SLURM_LOCALID"))
-    address = setting("MASTER_ADDR") if world_size > 1 else os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if world_size == 1:
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    elif "MASTER_ADDR" not in os.environ and "SLURM_JOB_NODELIST" in os.environ:
+        address = first_slurm_host(os.environ["SLURM_JOB_NODELIST"])
+    else:
+        address = setting("MASTER_ADDR")
     # Ports derived from the job id keep two jobs on one host apart.
     port = os.environ.get("MASTER_PORT") or str(20000 + int(setting("SLURM_JOB_ID")) % 20000)
     set_one_thread()
@@ -160,6 +166,14 @@ def join_process_group(backend: str | None = None, timeout_s: float = 1800.0) ->
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     return RankPlace(rank, world_size, local_rank)
+
+
+def first_slurm_host(nodelist: str) -> str:
+    """First host of a Slurm node list: "n[3-5,9],m1" -> "n3". Written out, as compute nodes may lack scontrol."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
+    if match is None:
+        raise RuntimeError(f"SLURM_JOB_NODELIST {nodelist!r} names no host; set MASTER_ADDR")
+    return "".join(part for part in match.groups() if part)
 
 
 def leave_process_group() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from nestpipe import clock
 from nestpipe.launch import RankError, RankPool, send_to_launcher
-from nestpipe.rank import join_process_group, leave_process_group
+from nestpipe.rank import first_slurm_host, join_process_group, leave_process_group
 
 END_WITHIN_S = 10.0
 
@@ -148,6 +148,13 @@ def test_join_without_environment_says_what_is_missing(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeError, match="none of RANK, SLURM_PROCID is set"):
         join_process_group()
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"), [("n1", "n1"), ("n[3-5,9],m1", "n3"), ("gpu-a[01-04]-ib,x", "gpu-a01-ib"), ("a,b", "a")]
+)
+def test_first_slurm_host(nodelist, host):
+    assert first_slurm_host(nodelist) == host
 
 
 # Ranks that fail
