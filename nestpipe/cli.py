@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command = importlib.import_module(COMMANDS[chosen.command][0])
     except ModuleNotFoundError as error:
-        return _fail(chosen.command, f"needs the package '{error.name}': pip install 'nestpipe[all]', or 'make setup'", 2)
+        return _fail(
+            chosen.command, f"needs the package '{error.name}': pip install 'nestpipe[all]', or 'make setup'", 2
+        )
     try:
         return command.main(words[1:])
     except KeyboardInterrupt:

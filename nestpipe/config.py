@@ -15,13 +15,13 @@ def _require(condition: bool, message: str) -> None:
 class DataConfig:
     """What is trained on."""
 
-    name: Literal["synthetic", "movielens"] = "synthetic"
-    """synthetic: drawn from KuaiRand-27K's real histograms; movielens: a MovieLens file at --data.path."""
-    path: str | None = None
+    dataset: Literal["synthetic", "movielens"] = "synthetic"
+    """synthetic: drawn from KuaiRand-27K's real histograms; movielens: a MovieLens file at --data-path."""
+    data_path: str | None = None
     """File or folder of the data set (not for synthetic)."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A malformed row: stop and name file and line, or skip and count."""
-    scale: float = 0.001
+    data_scale: float = 0.001
     """synthetic: items and interactions relative to KuaiRand-27K (32,038,693 videos, 322,278,385 interactions).
 
     Users (27,285) and interactions per user shrink by its square root each."""
@@ -35,9 +35,9 @@ class DataConfig:
     """Samples of a history longer than the model reads: the latest items alone, or consecutive pieces of it."""
 
     def __post_init__(self) -> None:
-        _require(self.scale > 0, f"data.scale is {self.scale}; it must be above 0")
+        _require(self.data_scale > 0, f"data_scale is {self.data_scale}; it must be above 0")
         for name in ("interest_clusters", "batch_size", "negatives"):
-            _require(getattr(self, name) >= 1, f"data.{name} is {getattr(self, name)}; it must be at least 1")
+            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,21 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("embedding_dim", "dense_layers", "heads", "width", "sequence_length"):
-            _require(getattr(self, name) >= 1, f"model.{name} is {getattr(self, name)}; it must be at least 1")
-        _require(self.width % self.heads == 0, f"model.width {self.width} is not divisible by model.heads {self.heads}")
+            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+        _require(self.width % self.heads == 0, f"width {self.width} is not divisible by heads {self.heads}")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """How weights move."""
 
-    sparse: Literal["sgd", "rowwise_adagrad"] = "rowwise_adagrad"
+    sparse_optimizer: Literal["sgd", "rowwise_adagrad"] = "rowwise_adagrad"
     """Update rule of the embedding rows."""
     sparse_lr: float = 0.05
     """Learning rate of the embedding rows."""
     sparse_eps: float = 1e-8
     """AdaGrad's epsilon."""
-    dense: Literal["sgd", "adam"] = "adam"
+    dense_optimizer: Literal["sgd", "adam"] = "adam"
     """Optimizer of the dense network (torch.optim)."""
     dense_lr: float = 1e-3
     """Learning rate of the dense network."""

@@ -41,19 +41,30 @@ def check(template: Schedule, batches: int | None = None) -> list[Problem]:
     if problems:
         return problems
     batches = batches or enough_batches(template)
-    ops = template.unroll(batches)
+    ops = with_empty_batches(template, batches)
     before = ordered_before(ops)
     if isinstance(before, str):
         return [Problem("deadlock", before)]
-    problems = _forward_edges(template) or _races(template, ops, before)
+    problems = _forward_edges(template) or _races(template, ops, before, batches)
     if problems:
         return problems
-    values = [Problem(*p) for p in value_problems(template, linear_extension(ops), batches)]
+    order = [op for op in linear_extension(ops) if 0 <= op.ref.batch < batches]
+    values = [Problem(*p) for p in value_problems(template, order, batches)]
     return [*values, *_marks(template), *(Problem("malformed", text) for text in unfinished_steps(template))]
 
 
 def is_synchronous(template: Schedule) -> bool:
     return not check(template)
+
+
+def with_empty_batches(template: Schedule, batches: int) -> list[Op]:
+    """Batches 0..batches-1 unrolled, with empty ones on either side.
+
+    A run passes over the operations of batches before the first and after the last, but in their
+    place: what they order among the others holds.
+    """
+    around = max(template.depth, -template.offsets[0])
+    return [op.shifted(-around) for op in template.unroll(batches + 2 * around)]
 
 
 def enough_batches(template: Schedule) -> int:
@@ -173,9 +184,11 @@ def _forward_edges(template: Schedule) -> list[Problem]:
     return problems
 
 
-def _races(template: Schedule, ops: Sequence[Op], before: dict[int, int]) -> list[Problem]:
+def _races(template: Schedule, ops: Sequence[Op], before: dict[int, int], batches: int) -> list[Problem]:
     users: dict[tuple[str, int], list[tuple[int, bool]]] = {}
     for i, o in enumerate(ops):
+        if not 0 <= o.ref.batch < batches:
+            continue
         access = dict.fromkeys((template.slot(r, o.ref) for r in o.reads), False)
         access.update(dict.fromkeys((template.slot(r, o.ref) for r in o.writes), True))
         for slot, writes in access.items():

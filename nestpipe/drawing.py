@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from nestpipe.schedule import STAGES, Op, Schedule
@@ -17,12 +19,15 @@ def grid(template: Schedule) -> str:
     An operation that began in the step before is marked ``<``. Idle compute is dots.
     """
     steps = template.depth + max(template.rings.values()) + 3
-    ops = template.unroll(2 * steps)  # lanes may run ahead of the drawn step as far as the rings allow
+    ops = _step_by_step(template).unroll(2 * steps)
     durations = np.array([[float(UNITS[op.ref.stage])] for op in ops])
     timeline = virtual_timeline(ops, durations)
     middle = steps - 1
     start, end = timeline.start[:, 0].astype(int), timeline.end[:, 0].astype(int)
-    bounds = [max(end[i] for i, op in enumerate(ops) if op.lane == "compute" and op.ref.batch == b) for b in (middle - 1, middle)]
+    bounds = [
+        max(end[i] for i, op in enumerate(ops) if op.lane == "compute" and op.ref.batch == b)
+        for b in (middle - 1, middle)
+    ]
     low, high = int(bounds[0]), int(bounds[1])
     width = max(len(_label(op, middle)) for op in ops if op.ref.batch < middle + 9) + 1
     lines = []
@@ -38,6 +43,13 @@ def grid(template: Schedule) -> str:
             cells[first] = ("<" if start[i] < low else "") + _label(op, middle)
         lines.append(f"{lane:>9} |" + "".join(_pad(cell, width) for cell in cells) + "|")
     return "\n".join(lines)
+
+
+def _step_by_step(template: Schedule) -> Schedule:
+    """As the engine is driven: a step is handed to the lanes when the compute lane has done the step before."""
+    last = next(op.ref for op in reversed(template.ops) if op.lane == "compute")
+    before = last._replace(batch=last.batch - 1)
+    return replace(template, ops=tuple(replace(op, after=(*op.after, before)) for op in template.ops))
 
 
 def _label(op: Op, step: int) -> str:

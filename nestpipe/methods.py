@@ -67,9 +67,7 @@ SERIAL = scheduled_method(
     "TorchRec",
     micro_batches=1,
 )
-NESTPIPE = scheduled_method(
-    "nestpipe", "dual-buffer and frozen-window pipelining", schedule.nestpipe, "NestPipe"
-)
+NESTPIPE = scheduled_method("nestpipe", "dual-buffer and frozen-window pipelining", schedule.nestpipe, "NestPipe")
 DBP_ONLY = scheduled_method(
     "dbp-only", "dual-buffer pipelining alone: lookups hidden", lambda _: schedule.dbp_only(), "DBP-only", 1
 )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from nestpipe.accounting import StepTimes, joined, step_times
 from nestpipe.clock import clock_offset
 from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from nestpipe.data.dataset import Dataset
 from nestpipe.data.loader import load_dataset
 from nestpipe.evaluation import evaluate
 from nestpipe.launch import RankPool, send_to_launcher
@@ -104,13 +105,6 @@ def validate(config: RunConfig) -> list[Method]:
         "--steps": config.steps,
         "--rounds": config.rounds,
         "--micro-batches": config.micro_batches,
-        "--data.batch-size": config.data.batch_size,
-        "--data.negatives": config.data.negatives,
-        "--model.embedding-dim": config.model.embedding_dim,
-        "--model.dense-layers": config.model.dense_layers,
-        "--model.heads": config.model.heads,
-        "--model.width": config.model.width,
-        "--model.sequence-length": config.model.sequence_length,
         "--epochs": 1 if config.epochs is None else config.epochs,
     }
     for option, value in positive.items():
@@ -118,8 +112,6 @@ def validate(config: RunConfig) -> list[Method]:
             raise ConfigError(f"{option} must be at least 1, not {value}")
     if config.rounds > config.steps:
         raise ConfigError(f"--rounds {config.rounds} is more than --steps {config.steps}")
-    if config.model.width % config.model.heads:
-        raise ConfigError(f"--model.width {config.model.width} cannot be split over {config.model.heads} heads")
     if config.pace_dense < 0:
         raise ConfigError(f"--pace-dense must not be negative, got {config.pace_dense}")
     return [find_method(name) for name in config.method_names]
@@ -129,6 +121,8 @@ def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
     """Run on real rank processes. Raises ConfigError, UnknownMethod, DataError, TestbedUnavailable or RankError."""
     methods = validate(config)
     testbed = parse_testbed(config.testbed)
+    # Here first: what is wrong with the data is then said once, before any rank has started.
+    notes = _data_notes(load_dataset(config.data, config.model, config.seed))
 
     def on_message(rank: int, message: Any) -> None:
         if progress:
@@ -137,7 +131,13 @@ def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
     with RankPool(config.workers, testbed=testbed, timeout_s=config.timeout) as pool:
         ranks = pool.run(train_on_rank, config, on_message=on_message)
     start = _plain_serial(ranks)
-    return [_method_run(config, method, [rank[method.name] for rank in ranks], start) for method in methods]
+    return [_method_run(config, method, [rank[method.name] for rank in ranks], start, notes) for method in methods]
+
+
+def _data_notes(dataset: Dataset) -> list[str]:
+    if not dataset.bad_rows:
+        return []
+    return [f"{dataset.bad_rows} malformed rows were skipped: " + "; ".join(dataset.bad_row_examples)]
 
 
 def _rounds(config: RunConfig, steps_per_epoch: int) -> list[int]:
@@ -150,7 +150,7 @@ def _rounds(config: RunConfig, steps_per_epoch: int) -> list[int]:
 
 def dense_optimizer(config: OptimizerConfig) -> DenseOptimizer:
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
-    return lambda parameters: kinds[config.dense](parameters, lr=config.dense_lr)
+    return lambda parameters: kinds[config.dense_optimizer](parameters, lr=config.dense_lr)
 
 
 def train_on_rank(config: RunConfig) -> dict[str, RankResult]:
@@ -158,7 +158,7 @@ def train_on_rank(config: RunConfig) -> dict[str, RankResult]:
     training = config.training
     dataset = load_dataset(config.data, config.model, config.seed)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    sparse = SparseOptimizer(config.optimizer.sparse, config.optimizer.sparse_lr, config.optimizer.sparse_eps)
+    sparse = SparseOptimizer(config.optimizer.sparse_optimizer, config.optimizer.sparse_lr, config.optimizer.sparse_eps)
     methods = [find_method(name) for name in config.method_names]
     trainers, sources = {}, {}
     for method in methods:
@@ -210,6 +210,13 @@ def account(method: Method, micro_batches: int, ranks: Sequence[RankResult]) -> 
     return step_times(timeline), [timeline]
 
 
+def _identity(config: RunConfig, micro_batches: int) -> dict[str, Any]:
+    """The configuration as far as it decides what this method did; what stands elsewhere in a record is left out."""
+    elsewhere = ("methods", "workers", "seed", "testbed", "timeout")
+    whole = {**dataclasses.asdict(config), "micro_batches": micro_batches}
+    return {name: value for name, value in whole.items() if name not in elsewhere}
+
+
 def _plain_serial(ranks: Sequence[dict[str, RankResult]]) -> float | None:
     """Median exposed communication (ms) of ``serial`` in this session, None where it did not run."""
     if "serial" not in ranks[0]:
@@ -219,7 +226,11 @@ def _plain_serial(ranks: Sequence[dict[str, RankResult]]) -> float | None:
 
 
 def _method_run(
-    config: RunConfig, method: Method, ranks: Sequence[RankResult], serial_exposed_ms: float | None
+    config: RunConfig,
+    method: Method,
+    ranks: Sequence[RankResult],
+    serial_exposed_ms: float | None,
+    notes: Sequence[str],
 ) -> MethodRun:
     micro_batches = method.micro_batches or config.micro_batches
     times, timelines = account(method, micro_batches, ranks)
@@ -247,13 +258,14 @@ def _method_run(
         paper_method=method.paper_method,
         workers=config.workers,
         seed=config.seed,
-        config={**dataclasses.asdict(config), "micro_batches": micro_batches},
+        config=_identity(config, micro_batches),
         steps=keep,
         metrics={name: metrics[name] for name in METRICS},
         losses=[float(sum(r.loss for r in step)) for step in by_step],
         paced=config.pace_dense > 0,
         testbed=config.testbed,
         evaluation=ranks[0].evaluation,
+        notes=notes,
         provenance=provenance(),
     )
     return MethodRun(record, timelines)

@@ -16,7 +16,7 @@ GOOD = "1\t10\t5\t100\n1\t30\t3\t50\n2\t20\t1\t7\n1\t20\t4\t100\n2\t10\t2.5\t6\n
 
 
 def load(path, on_bad_row="error", windows="all"):
-    config = DataConfig(name="movielens", path=str(path), on_bad_row=on_bad_row, windows=windows)
+    config = DataConfig(dataset="movielens", data_path=str(path), on_bad_row=on_bad_row, windows=windows)
     return load_dataset(config, ModelConfig(), seed=1)
 
 
@@ -83,7 +83,7 @@ def test_a_missing_file_and_a_missing_path_say_what_to_pass(tmp_path):
     with pytest.raises(DataError, match=r"no such file.*--data\.path"):
         load(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"--data\.path"):
-        load_dataset(DataConfig(name="movielens"), ModelConfig(), seed=1)
+        load_dataset(DataConfig(dataset="movielens"), ModelConfig(), seed=1)
 
 
 @pytest.fixture(scope="module")

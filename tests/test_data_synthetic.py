@@ -93,6 +93,6 @@ def test_seeds_differ(whole):
 
 @pytest.mark.parametrize("scale", [1e-9, 1e-5])
 def test_tiny_scales_still_make_a_data_set(scale):
-    dataset = load_dataset(DataConfig(scale=scale), ModelConfig(), seed=1)
+    dataset = load_dataset(DataConfig(data_scale=scale), ModelConfig(), seed=1)
     batch = next(dataset.batches(0, 1))
     assert len(batch) >= 1 and (batch.sparse["history"].values() < dataset.items).all()

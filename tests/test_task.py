@@ -17,7 +17,7 @@ from nestpipe.evaluation import evaluate, popularity_baseline
 from nestpipe.models.task import NextItem, build_model_spec
 
 SMALL = TrainingConfig(
-    data=DataConfig(scale=1e-5, batch_size=8, negatives=6),
+    data=DataConfig(data_scale=1e-5, batch_size=8, negatives=6),
     model=ModelConfig(embedding_dim=16, width=16, sequence_length=10),
 )
 REAL = Path(os.environ.get("NESTPIPE_ML100K", Path(__file__).parents[2] / "shared" / "data" / "ml-100k"))
@@ -235,7 +235,7 @@ def test_evaluation_sees_what_training_predicts(dataset):
 
 @pytest.mark.slow
 def test_learns_synthetic_interests():
-    training = TrainingConfig(data=DataConfig(scale=3e-4))
+    training = TrainingConfig(data=DataConfig(data_scale=3e-4))
     dataset = load_dataset(training.data, training.model, training.seed)
     result = train_plain(training, epochs=3, dataset=dataset)
     assert np.mean(result.losses[-5:]) < 0.5 * np.mean(result.losses[:5])
@@ -248,7 +248,7 @@ def test_learns_synthetic_interests():
 def test_beats_popularity_on_movielens(seed):
     if not REAL.exists():
         pytest.skip("MovieLens 100K is not here; set NESTPIPE_ML100K to its folder")
-    data = DataConfig(name="movielens", path=str(REAL), on_bad_row="skip")
+    data = DataConfig(dataset="movielens", data_path=str(REAL), on_bad_row="skip")
     training = TrainingConfig(data=data, seed=seed)
     dataset = load_dataset(data, training.model, seed)
     result = train_plain(training, epochs=6, dataset=dataset)

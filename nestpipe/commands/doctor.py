@@ -17,4 +17,6 @@ class Doctor:
 
 def main(arguments: Sequence[str]) -> int:
     tyro.cli(Doctor, prog="nestpipe doctor", args=arguments)
-    return doctor.main()
+    checks = doctor.diagnose()
+    doctor.print_report(checks)
+    return doctor.exit_code(checks)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tyro
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -35,7 +36,7 @@ class RunCommand(RunConfig):
 
 
 def main(arguments: Sequence[str]) -> int:
-    command = tyro.cli(RunCommand, prog="nestpipe run", args=arguments)
+    command = tyro.cli(RunCommand, prog="nestpipe run", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
     console = Console(stderr=True)
     config = RunConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(RunConfig)})
     validate(config)
@@ -69,60 +70,83 @@ def _run_with_progress(config: RunConfig, console: Console) -> list[MethodRun]:
         try:
             return run(config, show)
         except TestbedUnavailable as error:
-            console.print(f"[yellow]{error}[/yellow]\nRunning on loopback instead: links are not shaped.", highlight=False)
+            console.print(
+                f"[yellow]{error}[/yellow]\nRunning on loopback instead: links are not shaped.", highlight=False
+            )
             return run(dataclasses.replace(config, testbed="loopback"), show)
+
+
+#: Rows of the table: heading, metric, format.
+ROWS = (
+    ("step", "step_ms", "{:.1f}"),
+    ("samples/s", "qps", "{:.0f}"),
+    ("dense", "dense_ms", "{:.2f}"),
+    ("update", "update_ms", "{:.2f}"),
+    ("exposed input", "exposed_input_ms", "{:.2f}"),
+    ("exposed lookup", "exposed_lookup_ms", "{:.2f}"),
+    ("exposed communication", "exposed_communication_ms", "{:.2f}"),
+    ("exposed dense sync", "exposed_dense_sync_ms", "{:.2f}"),
+    ("skew", "skew_ms", "{:.2f}"),
+    ("other", "other_ms", "{:.2f}"),
+    ("lookup, hidden or not", "lookup_ms", "{:.2f}"),
+    ("communication, hidden or not", "communication_ms", "{:.2f}"),
+    ("exposed communication ratio", "exposed_communication_ratio", "{:.1%}"),
+    ("exposed vs. serial's", "exposed_vs_serial", "{:.1%}"),
+    ("utilisation", "utilisation", "{:.0%}"),
+    ("embedding MB a step", "embedding_bytes", "{:.2f}"),
+    ("of the minimum", "minimum_embedding_bytes", "{:.2f}x"),
+)
 
 
 def _table(records: Sequence[Record]) -> Table:
     first = records[0]
-    title = f"measured on {first.workers} rank(s), {first.testbed}" + (", dense PACED" if first.paced else "")
-    table = Table(title=title, caption="median over steps; ms unless said; exposed: on the critical path of the step")
-    table.add_column("method")
-    columns = {
-        "step": "step_ms",
-        "dense": "dense_ms",
-        "update": "update_ms",
-        "exposed\nlookup": "exposed_lookup_ms",
-        "exposed\ncomm.": "exposed_communication_ms",
-        "of\ncomm.": "communication_ms",
-        "exposed\nratio": "exposed_communication_ratio",
-        "dense\nsync": "exposed_dense_sync_ms",
-        "input": "exposed_input_ms",
-        "skew": "skew_ms",
-        "other": "other_ms",
-    }
-    for heading in ("speed-up", "samples/s", *columns, "utilisation", "final loss"):
-        table.add_column(heading, justify="right")
-    base = np.asarray(first.metrics["step_ms"])
+    title = f"measured: {first.workers} ranks, {first.testbed}" + (", dense PACED" if first.paced else "")
+    table = Table(
+        title=title, caption="medians over steps, means over ranks; ms a step unless said", box=box.SIMPLE_HEAD
+    )
+    table.add_column("")
     for record in records:
-        median = record.median
-        if not median:
-            table.add_row(record.method, *["no whole step"] + [""] * (len(columns) + 3))
-            continue
-        cells = [f"{median[name]:.2f}" for name in columns.values()]
-        spread = np.subtract(*np.percentile(record.metrics["step_ms"], [75, 25]))
-        cells[0] = f"{median['step_ms']:.1f} ± {spread / 2:.1f}"
-        speedup = float(np.median(base)) / median["step_ms"]
-        loss = f"{record.losses[-1]:.6f}"
-        table.add_row(
-            record.method, f"{speedup:.2f}x", f"{median['qps']:.0f}", *cells, f"{median['utilisation']:.0%}", loss
-        )
+        table.add_column(record.method, justify="right")
+    medians = [record.median for record in records]
+    for heading, name, form in ROWS:
+        cells = [_cell(record, median, name, form) for record, median in zip(records, medians, strict=True)]
+        if any(cells):
+            table.add_row(heading, *cells)
+        if name == "step_ms":
+            base = medians[0].get(name)
+            ratios = [f"{base / m[name]:.2f}x" if base and name in m else "" for m in medians]
+            table.add_row(f"speed-up over {first.method}", *ratios)
+    table.add_row("loss, last step", *(f"{record.losses[-1]:.6f}" for record in records))
     return table
+
+
+def _cell(record: Record, median: Mapping[str, float], name: str, form: str) -> str:
+    if name not in median:
+        return ""
+    if name == "step_ms":
+        low, high = np.percentile(record.metrics[name], [25, 75])
+        return f"{median[name]:.1f} ± {(high - low) / 2:.1f}"
+    if name == "embedding_bytes":
+        return form.format(median[name] / 1e6)
+    if name == "minimum_embedding_bytes":
+        return form.format(median["embedding_bytes"] / median[name]) if median[name] else ""
+    return form.format(median[name])
 
 
 def _remarks(records: Sequence[Record]) -> list[str]:
     first = records[0]
-    lines = [f"speed-up: against {first.method}; ±: half the interquartile range over {len(first.steps)} steps."]
+    lines = [
+        f"±: half the interquartile range over {len(first.steps)} steps. Exposed: on the critical path of the step."
+    ]
     if len(records) > 1:
         gap = max(float(np.max(np.abs(np.subtract(r.losses, first.losses)))) for r in records[1:])
-        lines.append(f"largest difference of a step's loss from {first.method}, over {len(first.losses)} steps: {gap:.2g}")
+        lines.append(
+            f"largest difference of a step's loss from {first.method}, over {len(first.losses)} steps: {gap:.2g}"
+        )
+    lines += first.notes
     for record in records:
         if record.evaluation:
             lines.append(f"{record.method}: " + "  ".join(f"{k} {v:.4f}" for k, v in record.evaluation.items()))
         if record.paper_method and record.paper_method != record.method:
             lines.append(f"{record.method} is what the paper's numbers call {record.paper_method}.")
-    traffic = first.median
-    if traffic.get("embedding_bytes"):
-        share = traffic["embedding_bytes"] / max(1.0, traffic["minimum_embedding_bytes"])
-        lines.append(f"embedding traffic of {first.method}: {traffic['embedding_bytes'] / 1e6:.2f} MB a step, {share:.2f}x the minimum.")
     return lines

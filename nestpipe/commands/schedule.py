@@ -41,7 +41,9 @@ def main(arguments: Sequence[str]) -> int:
         print(to_text(template), end="")
         return 0
     if not command.check:
-        print(f"{template.name}: one step t, N = {template.micro_batches}; R+1 is for batch t+1, E.2 for micro-batch 2 of t.")
+        print(
+            f"{template.name}: one step t, N = {template.micro_batches}; R+1 is for batch t+1, E.2 for micro-batch 2 of t."
+        )
         print("Time in made-up units; dots: compute idle; '<': began in the step before.\n")
         print(grid(template))
         letters = dict.fromkeys(op.ref.stage for op in template.ops)
@@ -49,7 +51,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     problems = check(template)
     if not problems:
-        print(f"{template.name}: synchronous. No race, no deadlock, every read sees every earlier update, in one order.")
+        print(
+            f"{template.name}: synchronous. No race, no deadlock, every read sees every earlier update, in one order."
+        )
         return 0
     print(f"{template.name}: NOT plain synchronous training, {len(problems)} problem{'s' * (len(problems) > 1)}:")
     shown = problems if command.all else problems[:10]

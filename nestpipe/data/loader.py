@@ -10,4 +10,4 @@ from nestpipe.data.synthetic import load_synthetic
 
 def load_dataset(config: DataConfig, model: ModelConfig, seed: int) -> Dataset:
     """The data set that ``config`` names, with samples as long as ``model`` reads. Raises DataError."""
-    return {"synthetic": load_synthetic, "movielens": load_movielens}[config.name](config, model, seed)
+    return {"synthetic": load_synthetic, "movielens": load_movielens}[config.dataset](config, model, seed)

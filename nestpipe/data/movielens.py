@@ -20,8 +20,8 @@ _NAMED = 5  # bad rows that are remembered by name
 
 
 def load_movielens(config: DataConfig, model: ModelConfig, seed: int) -> Dataset:
-    """Read ``config.path``, the file or its folder. Raises DataError."""
-    rows, bad_rows, examples = read_rows(_find(config.path), skip=config.on_bad_row == "skip")
+    """Read ``config.data_path``, the file or its folder. Raises DataError."""
+    rows, bad_rows, examples = read_rows(_find(config.data_path), skip=config.on_bad_row == "skip")
     users, items, times = rows.T
     order = np.lexsort((times, users))  # stable: ties stay in file order
     _, first = np.unique(users[order], return_index=True)
@@ -57,7 +57,7 @@ def read_rows(path: Path, skip: bool = False) -> tuple[np.ndarray, int, tuple[st
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check --data.path") from None
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check --data-path") from None
     lines = text.count(b"\n") + (not text.endswith(b"\n") and text != b"")
     good = _ROW.findall(text)
     bad: list[str] = []
@@ -75,12 +75,12 @@ def read_rows(path: Path, skip: bool = False) -> tuple[np.ndarray, int, tuple[st
 
 def _find(path: str | None) -> Path:
     if path is None:
-        raise DataError("movielens: no file named; pass --data.path, the u.data file of MovieLens 100K or its folder")
+        raise DataError("movielens: no file named; pass --data-path, the u.data file of MovieLens 100K or its folder")
     found = Path(path)
     if found.is_dir():
         found = found / "u.data"
     if not found.is_file():
-        raise DataError(f"{found}: no such file; pass --data.path, the u.data file of MovieLens 100K or its folder")
+        raise DataError(f"{found}: no such file; pass --data-path, the u.data file of MovieLens 100K or its folder")
     return found
 
 

@@ -35,8 +35,8 @@ def load_synthetic(config: DataConfig, model: ModelConfig, seed: int) -> Dataset
     Users, and interactions per user, shrink by the square root of ``scale`` each: were users alone
     to shrink, a small set would be a handful of people who have each seen every video.
     """
-    users, items = max(2, round(27_285 * config.scale**0.5)), max(64, round(32_038_693 * config.scale))
-    lengths = _history_lengths(users, config.scale**0.5, seed)
+    users, items = max(2, round(27_285 * config.data_scale**0.5)), max(64, round(32_038_693 * config.data_scale))
+    lengths = _history_lengths(users, config.data_scale**0.5, seed)
     read = _reader(items, config.interest_clusters, lengths, seed)
     test_items, _ = read(np.arange(users), lengths - 1, np.ones(users, dtype=np.int64))
     return Dataset(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from threading import Barrier
 from typing import TYPE_CHECKING, Any
@@ -84,8 +84,8 @@ def measure_keys(
         overlap=float(start),
         overlap_growth=float(growth),
         error=error,
-        source=f"measured by the router on {', '.join(map(str, worker_counts))} workers of {data.name} data, "
-        f"scale {data.scale:g}, {data.batch_size} samples of up to {model.sequence_length} items, "
+        source=f"measured by the router on {', '.join(map(str, worker_counts))} workers of {data.dataset} data, "
+        f"scale {data.data_scale:g}, {data.batch_size} samples of up to {model.sequence_length} items, "
         f"{data.negatives} negatives, seed {seed}",
     )
 
@@ -126,13 +126,6 @@ def _power(workers: Sequence[int], totals: np.ndarray) -> tuple[float, float]:
         return exponent, 0.0
     slope, start = np.polyfit(x[:-1], y[:-1], 1)
     return exponent, float(abs(np.exp(slope * x[-1] + start - y[-1]) - 1))
-
-
-def with_batch(keys: KeyStatistics, batch_size: int, measured_batch: int) -> KeyStatistics:
-    """The same data in batches of another size: distinct keys follow the same power law as over workers."""
-    return replace(
-        keys, distinct_share=min(1.0, keys.distinct_share * (batch_size / measured_batch) ** (keys.rows_exponent - 1))
-    )
 
 
 def known_statistics() -> list[str]:

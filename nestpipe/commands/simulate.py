@@ -1,0 +1,79 @@
+"""``nestpipe simulate``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from nestpipe.records import Record, Store, write_atomically
+from nestpipe.simulator.simulate import SimulateConfig, mean, scaling, simulate
+
+
+@dataclass(frozen=True)
+class SimulateCommand(SimulateConfig):
+    """Predict step times: schedules on virtual clocks, with a cost model. Nothing is run."""
+
+    json: Path | None = None
+    """Write {"records": [record]} to this file."""
+    store: Path | None = None
+    """Add the records to the record store in this folder."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    from baselines.simulated import METHODS
+
+    command = tyro.cli(SimulateCommand, prog="nestpipe simulate", args=arguments)
+    config = SimulateConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(SimulateConfig)})
+    records = simulate(config, METHODS)
+    out = Console()
+    out.print(table(records))
+    for note in records[0].notes:
+        out.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
+    if command.json:
+        text = json.dumps({"records": [r.to_json() for r in records]}, indent=1, default=str)
+        write_atomically(command.json, text + "\n")
+    if command.store:
+        for record in records:
+            Store(command.store).write(record)
+    return 0
+
+
+def table(records: Sequence[Record]) -> Table:
+    """One row per number of workers and method."""
+    first = records[0]
+    result = Table(
+        title=f"SIMULATED: {first.config['hardware']} (from: {first.config['hardware_origin']})",
+        caption="ms a step on virtual clocks; exposed parts only; rest: update, hand-over,\ninput, "
+        "dense sync, skew, other; x: speed-up over the first method",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    heads = ("workers", "method", "step", "x", "1e5/s", "scaling", "dense", "lookup", "comm.", "rest", "use")
+    for head in heads:
+        result.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
+    for i, record in enumerate(records):
+        base = next(r for r in records if r.workers == record.workers)
+        step, n = mean(record, "step_ms"), record.config["micro_batches"]
+        shown = [mean(record, f"{name}_ms") for name in ("dense", "exposed_lookup", "exposed_communication")]
+        result.add_row(
+            str(record.workers),
+            record.method + (f"({n})" if n > 1 else ""),
+            f"{step:.1f}",
+            f"{mean(base, 'step_ms') / step:.2f}",
+            f"{mean(record, 'qps') / 1e5:.3f}",
+            f"{scaling(records, record):.1%}",
+            *(f"{ms:.1f}" for ms in shown),
+            f"{step - sum(shown):.1f}",
+            f"{mean(record, 'utilisation'):.0%}",
+            end_section=i + 1 < len(records) and records[i + 1].workers != record.workers,
+        )
+    return result
