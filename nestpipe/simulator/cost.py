@@ -155,6 +155,8 @@ class Reference:
     """Of FWP."""
     micro_batch_ms: float = 0.0
     """Further dense time of every micro-batch (the efficiency curve)."""
+    at_workers: int = 1
+    """Where the times hold, for data whose rows per owner shrink with the workers."""
 
 
 def reference_from_table(name: str, table: Mapping[str, float]) -> Reference:
@@ -174,7 +176,7 @@ def reference_hardware(name: str, reference: Reference, workload: Workload, note
     for key in ("dense_ms", "exchange_ms", "lookup_ms"):
         if not getattr(r, key) > 0:
             raise ProfileError(f"hardware '{name}': {key} is {getattr(r, key)}, must be above 0")
-    moved = workload.rows(1) * workload.row_bytes
+    moved = workload.rows(r.at_workers) * workload.row_bytes
     sent = workload.distinct * workload.embedding_bytes
     half = lambda base, slope: base / slope if slope > 0 else math.inf  # noqa: E731
     ring = 2 * (r.groups - 1) / r.groups * r.exchange_ms / 2

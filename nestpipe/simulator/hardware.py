@@ -92,15 +92,6 @@ def _not_negative(hardware: str, name: str, value: float) -> None:
         raise ProfileError(f"hardware '{hardware}': {name} is {value}, must be a number of at least 0")
 
 
-@dataclass(frozen=True)
-class Profile:
-    """Hardware with the workload it was calibrated on (empty where it is none) and usual worker counts."""
-
-    hardware: Hardware
-    workload: Mapping[str, Any]
-    workers: tuple[int, ...]
-
-
 def known_profiles() -> list[str]:
     """Names of the profiles that ship with the package."""
     folder = files("nestpipe.simulator") / "profiles"
@@ -143,9 +134,10 @@ def hardware_to_toml(hardware: Hardware, workload: Mapping[str, Any] | None = No
     defaults = {f.name: f.default for f in fields(Hardware)}
     lines = ["[hardware]"]
     for name, value in asdict(hardware).items():
-        if name == "name" or value == defaults[name]:
+        if name in ("name", "notes") or value == defaults[name]:
             continue
         lines.append(f"{name} = {_toml(value)}")
+    lines = ["[profile]", f"notes = {_toml(hardware.notes)}", "", *lines]
     if workload:
         lines += ["", "[workload]", *(f"{name} = {_toml(value)}" for name, value in workload.items())]
     return "\n".join(lines) + "\n"
