@@ -10,7 +10,8 @@ What its step t does, in this order, all on the host thread (the letters of `nes
    backward; wait for A(t).
 6. O(t).
 
-So key routing hides behind the batch before; the embedding and gradient All2Alls do not.
+So key routing hides behind the batch before; the embedding and gradient All2Alls do not. `baselines.registry`
+declares this as a schedule.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ U and O never overlap; K, E, G and A are in flight beside them):
 
 P  `next` on the iterator, with what it costs to make a KeyedJaggedTensor           (the iterator we feed)
 H  `batch.to(device)`                                                               (the batch we feed)
-K  in pieces: from `start_sparse_data_dist` (bucketing, All2All of sizes), and from `wait_sparse_data_dist`
-   (All2All of lengths and keys), each to the first moment at which the host saw its All2All completed: it looks
-   whenever any span here begins or ends, at the latest where the lookup needs the keys   (wrapped instance methods)
+K  in pieces: the host's part, `start_sparse_data_dist` (bucketing, launch of the All2All of sizes), that All2All's
+   flight, the host's part of `wait_sparse_data_dist` (waiting for the sizes, launch of the All2Alls of lengths and
+   keys), their flight. A flight ends when the host sees it completed: it looks whenever any span here begins or
+   ends, at the latest where the lookup needs the keys                          (wrapped instance methods, Work)
 R  assembling the received keys and the lookup, to the start of E's send copy             (module hooks)
 E  from the permutation before the send, over the All2All, to the received rows split per feature
 F  from there to the loss: what a model's dense part does before it touches the embeddings falls into E
@@ -28,8 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,12 +42,11 @@ from nestpipe.schedule import STAGES
 from nestpipe.trace import Span
 
 
-@dataclass
-class _Keys:
-    """K of one batch: where its open piece began (None: no piece is open) and the All2Alls of that piece."""
+class _Flight(NamedTuple):
+    """All2Alls of K under way since ``start``."""
 
-    start: int | None
-    works: list[dist.Work] = field(default_factory=list)
+    start: int
+    works: list[dist.Work]
 
 
 class Observer:
@@ -61,37 +60,37 @@ class Observer:
         self._thread = threading.get_ident()
         self._batch = -1
         self._phase = ""  # the float All2All of a forward is E, that of a backward is G
-        self._keys: dict[int, _Keys] = {}
-        self._keys_batch: int | None = None
+        self._flights: dict[int, _Flight] = {}
+        self._launched: list[dist.Work] | None = None  # All2Alls of keys, while some are launched
+        self._last_mark = 0
         self._began: dict[str, int] = {}
 
     # ---- recording ----
 
-    def _mark(self) -> int:
-        """Now; ends the pieces of K whose All2Alls are seen completed."""
+    def _mark(self, opens: bool = False) -> int:
+        """Now; ends the flights of keys that are seen completed.
+
+        ``opens``: a span begins here. A flight that ended since the last one was not what that span waited for,
+        so it must not seem to end where the span begins: it is given the end of the last span.
+        """
         now = time.perf_counter_ns()
-        for batch, keys in self._keys.items():
-            if (
-                keys.start is not None
-                and batch != self._keys_batch
-                and all(w.is_completed() for w in keys.works)
-            ):
-                self._end_keys(batch, now)
+        for batch, flight in list(self._flights.items()):
+            if all(work.is_completed() for work in flight.works):
+                self._land(batch, max(flight.start, self._last_mark) if opens else now)
+        self._last_mark = now
         return now
 
-    def _end_keys(self, batch: int, now: int) -> None:
-        keys = self._keys[batch]
-        if keys.start is not None:
-            self._add("K", batch, keys.start, now)
-            keys.start = None
-            keys.works.clear()
+    def _land(self, batch: int, now: int) -> None:
+        """End the flight of a batch's keys; nothing where none is under way."""
+        if batch in self._flights:
+            self._add("K", batch, self._flights.pop(batch).start, now)
 
     def _add(self, stage: str, batch: int, start: int, end: int) -> None:
         meaning = STAGES[stage]
         self.spans.append(Span(stage, batch, int(meaning.per_micro_batch), meaning.lane, start, end))
 
     def _begin(self, stage: str) -> None:
-        self._began[stage] = self._mark()
+        self._began[stage] = self._mark(opens=True)
 
     def _end(self, stage: str) -> None:
         """End the stage's span of the batch in training; nothing where it has ended already."""
@@ -102,7 +101,7 @@ class Observer:
     @contextmanager
     def host(self, stage: str, batch: int) -> Iterator[None]:
         """A span of the ``with`` block, none where it raises (StopIteration: the end of the data is no batch)."""
-        start = self._mark()
+        start = self._mark(opens=True)
         yield
         self._add(stage, batch, start, self._mark())
 
@@ -130,8 +129,8 @@ class Observer:
                 away = sum(n for peer, n in enumerate(input_split_sizes) if peer != self._rank)
                 self.sent_bytes += away * input.element_size()
             work = original(output, input, output_split_sizes, input_split_sizes, group, async_op)
-            if ours and not input.is_floating_point() and self._keys_batch is not None:
-                self._keys[self._keys_batch].works.append(work)
+            if ours and not input.is_floating_point() and self._launched is not None:
+                self._launched.append(work)
             return work
 
         dist.all_to_all_single = all_to_all_single
@@ -158,34 +157,31 @@ class Observer:
             if batch is None:
                 return start_dist(batch, context)
             numbers[context.index] = batch.number
-            self._keys[batch.number] = _Keys(self._mark())
-            piece(batch.number, lambda: start_dist(batch, context))
+            route(batch.number, lambda: start_dist(batch, context))
 
         def wait(context: Any) -> None:
             number = numbers.pop(context.index)
-            now = self._mark()
-            keys = self._keys[number]
-            keys.start = keys.start or now
-            keys.works.clear()  # the All2All of sizes: waited for inside
-            piece(number, lambda: wait_dist(context))
+            self._land(number, self._mark(opens=True))
+            route(number, lambda: wait_dist(context))
 
-        def piece(number: int, run: Callable[[], None]) -> None:
-            self._keys_batch = number
-            run()
-            self._keys_batch = None
-            self._mark()
+        def route(number: int, run: Callable[[], None]) -> None:
+            works = self._launched = []
+            with self.host("K", number):
+                run()
+            self._launched = None
+            self._flights[number] = _Flight(self._last_mark, works)
 
         pipeline.start_sparse_data_dist, pipeline.wait_sparse_data_dist = start, wait  # type: ignore[method-assign]
 
     def _watch_lookup(self, collection: ShardedEmbeddingCollection) -> None:
         def forward_begins(*_: Any) -> None:
             self._begin("R")
-            if self._keys[self._batch].start is not None:
+            if self._batch in self._flights:
                 self._began.pop("R")  # the keys are still on their way: R begins where they have come
 
         def lookup_begins(*_: Any) -> None:
             if "R" not in self._began:
-                self._end_keys(self._batch, time.perf_counter_ns())
+                self._land(self._batch, self._mark())
                 self._begin("R")
 
         def rows_found(*_: Any) -> None:
@@ -242,7 +238,6 @@ class Observer:
         def timed_step() -> None:
             with self.host("O", self._batch):
                 optimizer_step()
-            del self._keys[self._batch]
 
         pipeline._model_fwd = timed_forward
         pipeline._backward = timed_backward  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from torch import nn
 
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.embedding.table import initial_rows
+from nestpipe.schedule import Ref
 from nestpipe.trainer import ModelSpec, SparseOptimizer, TableConfig
 from nestpipe.versions import installed_versions, mismatch
 
@@ -19,7 +20,7 @@ pytest.importorskip("torchrec")
 
 TABLES = (
     TableConfig("item", 61, 8, ("history", "target"), 0.5),
-    TableConfig("tag", 7, 8, ("tags",), 0.5),
+    TableConfig("tag", 5, 8, ("tags",), 0.5),
 )
 RULES = [SparseOptimizer("sgd", lr=0.5), SparseOptimizer("rowwise_adagrad", lr=0.05, eps=1e-4)]
 SEED = 3
@@ -88,7 +89,7 @@ def make_batch(step: int, rank: int, samples: int, known: int | None) -> Batch:
         counts = torch.randint(0, longest + 1, (samples,), generator=generator)
         return Jagged(torch.randint(0, rows, (int(counts.sum()),), generator=generator), counts)
 
-    sparse = {"history": jagged(61, 6), "target": jagged(61, 2), "tags": jagged(7, 3)}
+    sparse = {"history": jagged(61, 6), "target": jagged(61, 2), "tags": jagged(5, 3)}
     return Batch(
         sparse,
         torch.arange(samples),
@@ -180,6 +181,12 @@ def test_equals_a_plain_loop(pool2, rule):
     assert_equal_to_plain(pool2.run(train, rule, sgd, sizes), rule, sgd, sizes)
 
 
+def test_four_ranks_and_a_rank_without_rows_of_a_table(pool4):
+    sizes = [[3, 2, 0, 4], [1, 1, 1, 1], [0, 0, 2, 0], [5, 4, 3, 2], [2, 2, 2, 2], [4, 4, 4, 4]]
+    rule = SparseOptimizer("sgd", lr=0.5)
+    assert_equal_to_plain(pool4.run(train, rule, sgd, sizes), rule, sgd, sizes)
+
+
 def test_equals_a_plain_loop_with_adam(pool2):
     sizes = [[6, 6]] * STEPS
     assert_equal_to_plain(pool2.run(train, RULES[1], adam, sizes), RULES[1], adam, sizes)
@@ -231,6 +238,24 @@ def test_spans_show_every_stage_of_every_batch(pool2):
             assert max(s.end for s in keys) <= at["R", batch].start
             if batch:  # keys are routed while the batch before trains
                 assert min(s.start for s in keys) < at["F", batch - 1].start
+
+
+def test_observed_order_is_one_that_the_declared_schedule_allows(pool2):
+    from baselines.registry import torchrec_schedule
+
+    template = torchrec_schedule()
+    for _, spans, _, _ in pool2.run(train, RULES[1], adam, [[6, 4]] * 8):
+        start, end = {}, {}
+        for s in spans:
+            ref = Ref(s.stage, s.batch, s.micro)
+            start[ref] = min(s.start, start.get(ref, s.start))
+            end[ref] = max(s.end, end.get(ref, s.end))
+        for op in template.unroll(8):
+            assert op.lane == next(s.lane for s in spans if s.stage == op.ref.stage)
+            for before in op.after:
+                # DDP launches the AllReduce inside the backward, once its last dense gradient is there.
+                done = start[before] if (op.ref.stage, before.stage) == ("A", "B") else end[before]
+                assert done <= start[op.ref], f"{op.ref} began before {before} had ended"
 
 
 def test_traffic_and_its_minimum(pool2):
