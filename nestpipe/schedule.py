@@ -184,14 +184,23 @@ def with_derived_edges(template: Schedule) -> Schedule:
     depth = template.depth - min(0, template.offsets[0])
     # Long enough that one step in the middle sees every ring turn over behind it.
     turns = max(template.rings.values()) + 2
-    batches = 2 * depth + turns + 2
+    batches, middle = 2 * depth + turns + 2, depth + turns
+    steady = [(waiting, ref) for waiting, ref in _missing_edges(template, batches) if waiting.batch == middle]
+    result = _with_edges(template, steady)
+    # Near the first and the last batch an order may be missing that elsewhere runs through batches beyond them.
+    while (more := _with_edges(result, _missing_edges(result, batches))) != result:
+        result = more
+    return result
+
+
+def _missing_edges(template: Schedule, batches: int) -> list[tuple[Ref, Ref]]:
+    """Unrolled (waiting operation, what it waits for) that order the conflicting pairs which nothing orders yet."""
     ops = template.unroll(batches)
     index = {o.ref: i for i, o in enumerate(ops)}
     seen: dict[tuple[str, int], tuple[int | None, list[int]]] = {}
     last_on_lane: dict[str, int] = {}
     behind = [0] * len(ops)  # bit j of behind[i]: op j is done before op i starts
-    derived: dict[Ref, list[Ref]] = {}
-    middle = depth + turns
+    missing: list[tuple[Ref, Ref]] = []
     for i, o in enumerate(ops):
         needs = [index[ref] for ref in o.after if index.get(ref, i) < i]
         if o.lane in last_on_lane:
@@ -209,18 +218,27 @@ def with_derived_edges(template: Schedule) -> Schedule:
         for j in sorted(conflicts, reverse=True):
             if not behind[i] >> j & 1:
                 behind[i] |= behind[j] | 1 << j
-                derived.setdefault(o.ref, []).append(ops[j].ref)
+                missing.append((o.ref, ops[j].ref))
         for resource in o.reads:
             slot = template.slot(resource, o.ref)
             writer, readers = seen.get(slot, (None, []))
             seen[slot] = (writer, [*readers, i])
         for resource in o.writes:
             seen[template.slot(resource, o.ref)] = (i, [])
+    return missing
+
+
+def _with_edges(template: Schedule, edges: Sequence[tuple[Ref, Ref]]) -> Schedule:
+    """``template`` with unrolled ``edges`` added, each made relative to the step of the operation that waits."""
+    added: dict[tuple[str, int], dict[Ref, None]] = {}
+    offset = {(o.ref.stage, o.ref.micro): o.ref.batch for o in template.ops}
+    for waiting, ref in edges:
+        step = waiting.batch - offset[waiting.stage, waiting.micro]
+        added.setdefault((waiting.stage, waiting.micro), {})[ref._replace(batch=ref.batch - step)] = None
     result = []
     for o in template.ops:
-        by = middle - o.ref.batch
-        found = [r._replace(batch=r.batch - by) for r in derived.get(o.shifted(by).ref, [])]
-        result.append(replace(o, after=(*o.after, *(r for r in found if r not in o.after))))
+        found = added.get((o.ref.stage, o.ref.micro), {})
+        result.append(replace(o, after=(*o.after, *(ref for ref in found if ref not in o.after))))
     return replace(template, ops=tuple(result))
 
 

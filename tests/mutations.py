@@ -180,7 +180,7 @@ def adversaries(ops: Sequence[Op], problems: Sequence[Problem], seed: int, draws
     for stage in dict.fromkeys(o.ref.stage for o in ops):
         choices += [lambda i, o, x=stage: (o.ref.stage == x, i)]
     draw = random.Random(seed)
-    choices += [lambda i, o, salt=draw.random(): (hash((salt, i)), i) for _ in range(8)]
+    choices += [lambda i, o, x=salt: (hash((x, i)), i) for salt in [draw.random() for _ in range(8)]]
     yield from draw.sample(choices, min(draws, len(choices)))
 
 
