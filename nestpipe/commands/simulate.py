@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     command = tyro.cli(SimulateCommand, prog="nestpipe simulate", args=arguments)
     config = SimulateConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(SimulateConfig)})
     records = simulate(config, METHODS)
-    out = Console()
+    out = wide_console()
     out.print(table(records))
     for note in records[0].notes:
         out.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
@@ -46,18 +46,25 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def wide_console() -> Console:
+    """A console of at least 84 columns: the tables are made for that."""
+    out = Console()
+    return out if out.width >= 84 else Console(width=84)
+
+
 def table(records: Sequence[Record]) -> Table:
     """One row per number of workers and method."""
     first = records[0]
     result = Table(
         title=f"SIMULATED: {first.config['hardware']} (from: {first.config['hardware_origin']})",
-        caption="ms a step on virtual clocks; exposed parts only; rest: update, hand-over,\ninput, "
-        "dense sync, skew, other; x: speed-up over the first method",
+        caption="ms a step on virtual clocks; n workers; scal.: samples/s per worker against\nthe smallest n; "
+        "exposed parts only; rest: update, hand-over, input, dense sync,\nskew, other; x: speed-up over the "
+        "first method; use: dense / step",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    heads = ("workers", "method", "step", "x", "1e5/s", "scaling", "dense", "lookup", "comm.", "rest", "use")
+    heads = ("n", "method", "step", "x", "1e5/s", "scal.", "dense", "lookup", "comm.", "rest", "use")
     for head in heads:
         result.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
     for i, record in enumerate(records):
@@ -67,13 +74,17 @@ def table(records: Sequence[Record]) -> Table:
         result.add_row(
             str(record.workers),
             record.method + (f"({n})" if n > 1 else ""),
-            f"{step:.1f}",
+            _short(step),
             f"{mean(base, 'step_ms') / step:.2f}",
             f"{mean(record, 'qps') / 1e5:.3f}",
-            f"{scaling(records, record):.1%}",
-            *(f"{ms:.1f}" for ms in shown),
-            f"{step - sum(shown):.1f}",
+            f"{scaling(records, record):.0%}",
+            *map(_short, shown),
+            _short(abs(step - sum(shown))),
             f"{mean(record, 'utilisation'):.0%}",
             end_section=i + 1 < len(records) and records[i + 1].workers != record.workers,
         )
     return result
+
+
+def _short(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}"
