@@ -19,7 +19,6 @@ from engine_runs import Outcome, Setting, differences, run_engine
 from mutations import Mutant, adversaries, legal_order, mutants, run_in_order, twice
 
 from nestpipe.consistency import Problem, check
-from nestpipe.lanes import OneAtATime
 from nestpipe.schedule import Schedule, dbp_only, fwp_only, nestpipe, op, schedule, serial
 
 SETTING = Setting(steps=8, samples=6)
@@ -144,11 +143,3 @@ def test_what_the_engine_refuses_the_checker_rejects() -> None:
             assert "lacks" in str(error) or "stands in another step" in str(error) or "writes back later" in str(error)
             assert check(m.schedule), f"{m.kind}, {m.what}: {error}"
     assert len(refused) >= 20
-
-
-def test_the_list_run_one_at_a_time_is_the_schedule_order() -> None:
-    seen = []
-    lanes = OneAtATime(nestpipe(2), seen.append)
-    for step in range(-4, 12):
-        lanes.run_step(step)
-    assert [ref for ref in seen if 0 <= ref.batch < 6] == [o.ref for o in nestpipe(2).unroll(6)]

@@ -110,7 +110,7 @@ def test_a_wrong_line_is_named_and_explained(line: str, message: str, tmp_path: 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "schedule s micro_batches=1\n", "R rows\n"])
 def test_a_text_without_name_or_operations_is_refused(text: str) -> None:
-    with pytest.raises(ScheduleError, match="^mine: expected 'schedule NAME micro_batches=N' and"):
+    with pytest.raises(ScheduleError, match=r"^mine: expected 'schedule NAME micro_batches=N' and"):
         parse(text, "mine")
 
 
