@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,10 +29,8 @@ class Traffic:
         self._rank = dist.get_rank(group)
         self._world = dist.get_world_size(group)
         self._block = {name: -(-table.rows // self._world) for name, table in tables.items()}
-        size = max(self._block.values()) * self._world
         # One winner per code is left here by a scatter of positions: distinct codes without a sort.
-        self._winner = torch.empty(size, dtype=torch.int32)
-        self._received: list[KeyedJaggedTensor] = []
+        self._winner = torch.empty(max(table.rows for table in tables.values()), dtype=torch.int32)
         self._samples_per_rank: list[int] = []
         for lookup in collection._lookups:
             lookup.register_forward_pre_hook(self._keep_received)
@@ -39,7 +38,7 @@ class Traffic:
             output.register_forward_pre_hook(self._keep_sizes)
 
     def _keep_received(self, module: nn.Module, inputs: tuple[KeyedJaggedTensor]) -> None:
-        self._received = [inputs[0]]
+        self._received = inputs[0]
 
     def _keep_sizes(self, module: nn.Module, inputs: Any) -> None:
         self._samples_per_rank = inputs[1].batch_size_per_rank
@@ -51,30 +50,39 @@ class Traffic:
         Factor: keys of the rank's batch / distinct ones, 1.0 where there are none.
         """
         bytes_, keys, distinct = 0, 0, 0
+        asked = self._asked_by_others()
         for table in self._tables.values():
             own = torch.cat([batch.sparse[feature].values() for feature in table.features])
-            once = own[self._first_of_each(own)]
-            remote = int((once // self._block[table.name] != self._rank).sum())
-            asked = self._asked_by_others(table)
-            bytes_ += (remote + asked) * table.dim * 4
-            keys, distinct = keys + len(own), distinct + len(once)
+            once = self._first_of_each(own)
+            low = self._rank * self._block[table.name]
+            mine = (own >= low) & (own < low + self._block[table.name])
+            count, local = int(once.sum()), int((once & mine).sum())
+            bytes_ += (count - local + asked[table.name]) * table.dim * 4
+            keys, distinct = keys + len(own), distinct + count
         return bytes_, keys / distinct if distinct else 1.0
 
-    def _asked_by_others(self, table: TableConfig) -> int:
+    def _asked_by_others(self) -> dict[str, int]:
+        """By table, the distinct keys that each other rank asked this one for, summed over those ranks."""
+        asked = dict.fromkeys(self._tables, 0)
         if self._world == 1:
-            return 0
-        (received,) = self._received
-        block = self._block[table.name]
-        source = torch.repeat_interleave(torch.arange(self._world), torch.tensor(self._samples_per_rank))
-        codes = []
-        for feature in table.features:
-            jagged = received[feature]
-            of_key = torch.repeat_interleave(source, jagged.lengths().long())
-            codes.append((jagged.values() + block * of_key)[of_key != self._rank])
-        return int(self._first_of_each(torch.cat(codes)).sum())
+            return asked
+        # Feature after feature, and within one sample after sample of rank 0, rank 1, ...
+        first_sample = [0, *accumulate(self._samples_per_rank)]
+        samples = first_sample[-1]
+        names = self._received.keys()
+        bounds = [f * samples + first for f in range(len(names)) for first in first_sample]
+        begin = self._received.offsets()[torch.tensor(bounds)].tolist()
+        values = self._received.values()
+        for table in self._tables.values():
+            for source in range(self._world):
+                if source != self._rank:
+                    at = [names.index(feature) * (self._world + 1) + source for feature in table.features]
+                    keys = torch.cat([values[begin[i] : begin[i + 1]] for i in at])
+                    asked[table.name] += int(self._first_of_each(keys).sum())
+        return asked
 
     def _first_of_each(self, codes: Tensor) -> Tensor:
         """Mask that keeps one occurrence of each distinct code."""
         positions = torch.arange(len(codes), dtype=torch.int32)
-        self._winner[codes] = positions
-        return self._winner[codes] == positions
+        self._winner.scatter_(0, codes, positions)
+        return self._winner.gather(0, codes) == positions
