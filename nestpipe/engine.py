@@ -20,7 +20,7 @@ from nestpipe.embedding.optim import sparse_update, state_width
 from nestpipe.embedding.routing import RoutingPlan, route
 from nestpipe.embedding.table import DualBuffer, host_table, shard_layout
 from nestpipe.lanes import Delay, LaneStopped, OneAtATime, ThreadLanes
-from nestpipe.schedule import Ref, Schedule
+from nestpipe.schedule import Ref, Schedule, folded
 from nestpipe.trace import Span
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult
 
@@ -75,8 +75,9 @@ class Engine:
         self._run_stage: dict[str, Callable[[Ref], None]] = {
             op.ref.stage: getattr(self, _METHODS[op.ref.stage]) for op in schedule.ops
         }
+        lanes = folded(schedule, _lanes_without_waiting(ranks.world_size))
         self._lanes: ThreadLanes | OneAtATime = (
-            ThreadLanes(schedule, self.execute, delay=delay) if overlap else OneAtATime(schedule, self.execute)
+            ThreadLanes(lanes, self.execute, delay=delay) if overlap else OneAtATime(lanes, self.execute)
         )
 
     # ---- the Trainer interface ----
@@ -291,6 +292,12 @@ _METHODS = {
     "O": "_dense_step",
     "W": "_write_back",
 }
+
+
+def _lanes_without_waiting(world_size: int) -> dict[str, str]:
+    """Lanes that would only add hand-offs between threads: no copy on a CPU, no collective on one rank."""
+    alone = {"all2all": "compute", "allreduce": "compute"} if world_size == 1 else {}
+    return {"copy": "keys", **alone}
 
 
 def _flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> Tensor:

@@ -6,6 +6,7 @@ Both have the interface ``start``, ``run_step``, ``wait``, ``drain``, ``close``,
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -14,6 +15,10 @@ from dataclasses import dataclass, field
 
 from nestpipe.schedule import Ref, Schedule
 from nestpipe.trace import Span
+
+#: Seconds a lane may hold the interpreter while another asks for it. Python's 5 ms would let one
+#: lane's small operations wait for a whole forward pass of another's.
+_SWITCH_INTERVAL = 5e-5
 
 Execute = Callable[[Ref], None]
 Delay = Callable[[Ref], float]
@@ -57,6 +62,8 @@ class ThreadLanes:
             for name, lane in self._lanes.items()
             if lane is not self._inline
         ]
+        self._usual_interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(_SWITCH_INTERVAL, self._usual_interval))
         for thread in self._threads:
             thread.start()
 
@@ -90,6 +97,7 @@ class ThreadLanes:
 
     def close(self) -> None:
         self._closed = True
+        sys.setswitchinterval(self._usual_interval)
         for lane in self._lanes.values():
             with lane.changed:
                 lane.changed.notify_all()

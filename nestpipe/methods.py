@@ -49,13 +49,14 @@ def scheduled_method(
     make: Callable[[int], Schedule],
     paper_method: str | None = None,
     micro_batches: int | None = None,
+    overlap: bool = True,
 ) -> Method:
-    """A method that the engine runs: all it needs is its schedule."""
+    """A method that the engine runs: all it needs is its schedule. Without ``overlap`` it needs no threads."""
 
     def build(
         spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
     ) -> Trainer:
-        return Engine(make(micro_batches), spec, sparse, dense, seed)
+        return Engine(make(micro_batches), spec, sparse, dense, seed, overlap=overlap)
 
     return Method(name, summary, make, build, paper_method, micro_batches=micro_batches)
 
@@ -66,6 +67,7 @@ SERIAL = scheduled_method(
     schedule.serial,
     "TorchRec",
     micro_batches=1,
+    overlap=False,
 )
 NESTPIPE = scheduled_method("nestpipe", "dual-buffer and frozen-window pipelining", schedule.nestpipe, "NestPipe")
 DBP_ONLY = scheduled_method(

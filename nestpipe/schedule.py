@@ -49,6 +49,10 @@ STAGES: Mapping[str, Stage] = {
         True,
     ),
     "G": Stage("gradient All2All", "all2all", "communication", ("plan", "gradient"), ("accumulator",), True, "all2all"),
+    # Tables that are replicated over groups of ranks: what U needs of the other groups, or the replicas made equal.
+    "D": Stage(
+        "replica synchronisation", "replicas", "communication", ("plan", "arrived"), ("accumulator",), True, "replicas"
+    ),
     "A": Stage("dense AllReduce", "allreduce", "dense_sync", ("plan",), ("dense_gradient",), group="allreduce"),
     "U": Stage("sparse update", "compute", "update", ("plan",), ("accumulator", "buffer")),
     "O": Stage("dense optimizer step", "compute", "update", ("batch", "plan"), ("dense_gradient", "dense")),
@@ -58,7 +62,7 @@ STAGES: Mapping[str, Stage] = {
 #: How many slots a resource has by default; ``global`` state has one that all batches share.
 #: Batch rings turn with the batch, micro rings with the micro-batch (counted across batches).
 BATCH_RINGS = {"input": 3, "batch": 4, "plan": 4, "buffer": 2, "accumulator": 2}
-MICRO_RINGS = {"received": 3, "activation": 1, "gradient": 3}
+MICRO_RINGS = {"received": 3, "activation": 1, "gradient": 3, "arrived": 3}
 GLOBALS = ("table", "dense", "dense_gradient", "module")
 
 
@@ -240,6 +244,15 @@ def _with_edges(template: Schedule, edges: Sequence[tuple[Ref, Ref]]) -> Schedul
         found = added.get((o.ref.stage, o.ref.micro), {})
         result.append(replace(o, after=(*o.after, *(ref for ref in found if ref not in o.after))))
     return replace(template, ops=tuple(result))
+
+
+def folded(template: Schedule, into: Mapping[str, str]) -> Schedule:
+    """The schedule with the operations of some lanes moved to another, in schedule order.
+
+    Where a lane would have nothing to wait for, such as All2All on one rank, its hand-offs are all
+    that it would cost.
+    """
+    return replace(template, ops=tuple(replace(o, lane=into.get(o.lane, o.lane)) for o in template.ops))
 
 
 def one_at_a_time(ops: Sequence[Op]) -> list[Op]:

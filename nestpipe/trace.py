@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,7 +55,9 @@ def scheduled_timeline(ops: Sequence[Op], spans: Sequence[Sequence[Span]], offse
     has no span for are left out. ``spans``: per rank. ``offsets``: seconds to add to each rank's clock.
     """
     times = [{Ref(s.stage, s.batch, s.micro): (s.start, s.end) for s in rank} for rank in spans]
-    kept = [op for op in ops if all(op.ref in rank for rank in times)]
+    # An engine may fold lanes that have nothing to wait for; the spans say where each operation ran.
+    lanes = {Ref(s.stage, s.batch, s.micro): s.lane for s in spans[0]}
+    kept = [replace(op, lane=lanes[op.ref]) for op in ops if all(op.ref in rank for rank in times)]
     raw = np.array([[rank[op.ref] for rank in times] for op in kept], dtype=np.float64).reshape(
         len(kept), len(times), 2
     )
