@@ -10,7 +10,7 @@ from nestpipe.schedule import STAGES, Op, Schedule
 from nestpipe.simulator.lanes import virtual_timeline
 
 #: Columns that an operation takes in a drawing. Micro-batch stages are per micro-batch.
-UNITS = {"P": 3, "H": 2, "K": 2, "R": 4, "W": 2, "S": 1, "E": 1, "F": 1, "B": 2, "G": 1, "A": 2, "U": 1, "O": 1}
+UNITS = {"P": 3, "H": 2, "K": 2, "R": 4, "W": 2, "S": 1, "E": 1, "F": 1, "B": 2, "G": 1, "D": 1, "A": 2, "U": 1, "O": 1}
 
 
 def grid(template: Schedule) -> str:

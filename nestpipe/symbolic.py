@@ -29,6 +29,8 @@ class Slot:
 class _State:
     template: Schedule
     batches: int
+    #: D makes replicas equal: until then an update is known to its own group of ranks alone.
+    grouped: bool = False
     slots: dict[tuple[str, int], Slot] = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)
 
@@ -42,7 +44,7 @@ class _State:
 def value_problems(template: Schedule, order: Sequence[Op], batches: int) -> list[tuple[str, str]]:
     """(kind, sentence) for every value that differs from unpipelined training, in order of execution."""
     rows = _symbolic_rows(batches)
-    state = _State(template, batches)
+    state = _State(template, batches, any(o.ref.stage == "D" and "accumulator" not in o.writes for o in template.ops))
     zero = np.zeros((2, len(rows)), dtype=np.int64)  # row 0: weights, row 1: optimizer state
     state.slots["table", 0] = Slot((0, 0), zero.copy())
     state.slots["dense", 0] = Slot((0, 0), 0)
@@ -79,7 +81,7 @@ def _reads_own_slots(state: _State, op: Op) -> bool:
     return True
 
 
-_PER_MICRO = ("received", "activation", "gradient")
+_PER_MICRO = ("received", "activation", "gradient", "arrived")
 
 
 def _fill(state: _State, op: Op, name: str, value: Any) -> None:
@@ -147,14 +149,31 @@ def _backward(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> N
     total.value = (*total.value, (op.ref.batch, op.ref.micro))
 
 
-def _accumulate(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> None:
+def _arrive(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> None:
+    gradient = state.slot("gradient", op).value
+    if "arrived" in op.writes:
+        _fill(state, op, "arrived", gradient)
+    else:
+        _accumulate(state, op, gradient)
+
+
+def _accumulate(state: _State, op: Op, gradient: tuple[int, int]) -> None:
     slot = state.slot("accumulator", op)
     if slot.owner != (op.ref.batch, 0):
         if slot.value:
             left = slot.owner[0] if slot.owner else "?"
             state.report("stale", f"{op.ref} adds to an accumulator whose gradients of batch {left} were never used")
         slot.owner, slot.value = (op.ref.batch, 0), ()
-    slot.value = (*slot.value, state.slot("gradient", op).value)
+    slot.value = (*slot.value, gradient)
+
+
+def _synchronise_replicas(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> None:
+    if "accumulator" in op.writes:
+        _accumulate(state, op, state.slot("arrived", op).value)
+        return
+    for name in op.writes:
+        slot = state.slot(name, op)
+        slot.value = np.where(touched, slot.value | 1 << op.ref.batch, slot.value)
 
 
 def _all_reduce(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> None:
@@ -195,7 +214,8 @@ def _sparse_update(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray)
     wrong = touched & ((target.value != want).any(axis=0))
     if wrong.any():
         state.report("stale", _stale_read(op, rows, np.where(wrong, target.value.min(axis=0), want), want, wrong))
-    target.value = np.where(touched, target.value | 1 << op.ref.batch, target.value)
+    if not state.grouped:
+        target.value = np.where(touched, target.value | 1 << op.ref.batch, target.value)
 
 
 def _dense_update(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> None:
@@ -234,7 +254,8 @@ _STEPS = {
     "E": _send,
     "F": _forward,
     "B": _backward,
-    "G": _accumulate,
+    "G": _arrive,
+    "D": _synchronise_replicas,
     "A": _all_reduce,
     "U": _sparse_update,
     "O": _dense_update,
