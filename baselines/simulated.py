@@ -27,5 +27,12 @@ BASELINES = (
 #: Everything that ``nestpipe simulate`` knows, in the order of the paper's tables.
 METHODS: Mapping[str, SimulatedMethod] = {
     m.name: m
-    for m in (BUILT_IN["serial"], *BASELINES[:2], BUILT_IN["dbp-only"], BUILT_IN["fwp-only"], BUILT_IN["nestpipe"], BASELINES[2])
+    for m in (
+        BUILT_IN["serial"],
+        *BASELINES[:2],
+        BUILT_IN["dbp-only"],
+        BUILT_IN["fwp-only"],
+        BUILT_IN["nestpipe"],
+        BASELINES[2],
+    )
 }

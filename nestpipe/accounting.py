@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -104,6 +105,7 @@ def _parts(
     low, current = end[on_lane[place[idle] - 1], rank], on_lane[place[idle]]
     now, into = start[current, rank], step[idle]
     other, skew = _CATEGORIES.index("other"), _CATEGORIES.index("skew")
+    charge: Any = np.add.at
     while len(now):
         waited = timeline.before[current]  # [pairs, most]
         ended = np.where(waited >= 0, end[waited, rank[:, None]], -np.inf)
@@ -114,9 +116,9 @@ def _parts(
         until = np.clip(ended[np.arange(len(choice)), choice], low, now)
         ready = np.clip(np.where(known, timeline.ready[previous, ranks[rank]], -np.inf), low, until)
         begin = np.clip(np.where(known, start[previous, rank], -np.inf), low, ready)
-        np.add.at(charged, (into, other, rank), now - until)
-        np.add.at(charged, (into, category[previous], rank), until - ready)
-        np.add.at(charged, (into, skew, rank), ready - begin)
+        charge(charged, (into, other, rank), now - until)
+        charge(charged, (into, category[previous], rank), until - ready)
+        charge(charged, (into, skew, rank), ready - begin)
         # A wait that explains nothing (an operation of no length) must not stall the walk.
         go_on = known & ((begin < now) | (previous != current)) & (begin > low)
         low, rank, into, now, current = (x[go_on] for x in (low, rank, into, begin, previous))

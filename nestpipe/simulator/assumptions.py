@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nestpipe.simulator.cost import Cluster, Reference, reference_hardware, stage_seconds
 from nestpipe.simulator.methods import SimulatedMethod
@@ -26,7 +27,7 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "tier_workers": ("where the jump lies; anything from 256 to 511 fits alike", "chosen by looking"),
     "routing_share": ("part of the lookup that is key routing; the data allow 0.34 to 0.66", "assumed"),
     "forward_share": ("forward : backward = 1 : 2", "assumed"),
-    "micro_batch_ms": ("fixed dense cost of a micro-batch: 0; moved here to 0.9 instead of by 20 %", "assumed"),
+    "micro_batch_ms": ("fixed dense cost of each micro-batch; the data allow 0 to 4", "chosen by looking"),
     "duplication": ("keys that travel more than once per batch: none; moved here by 20 %", "assumed"),
 }
 _COUNTED = {"micro_batches": (6, 10), "groups": (3, 6), "tier_workers": (307, 461)}
@@ -54,8 +55,6 @@ def assumptions(
     for name, (text, basis) in TEXTS.items():
         value = 1.0 if name == "duplication" else float(getattr(reference, name))
         low, high = _COUNTED.get(name, (value * 0.8, value * 1.2))
-        if name == "micro_batch_ms":
-            low, high = 0.0, 0.9
         if name == "duplication":
             low = 1.0
         tried = [_steps(*_changed(reference, workload, name, x), methods, workers) for x in (low, high)]
@@ -68,8 +67,8 @@ def _changed(reference: Reference, workload: Workload, name: str, value: float) 
     if name == "duplication":
         keys = replace(workload.keys, duplication={reference.micro_batches: value})
         return reference, replace(workload, keys=keys)
-    kind = type(getattr(Reference, name, 0.0)) if name in _COUNTED else float
-    return replace(reference, **{name: kind(value)}), workload  # type: ignore[arg-type]
+    changed: Any = int(value) if name in _COUNTED else value
+    return replace(reference, **{name: changed}), workload
 
 
 def _steps(

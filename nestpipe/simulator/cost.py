@@ -153,7 +153,7 @@ class Reference:
     """Part of the dense time that is forward."""
     micro_batches: int = 8
     """Of FWP."""
-    micro_batch_ms: float = 0.0
+    micro_batch_ms: float = 0.9
     """Further dense time of every micro-batch (the efficiency curve)."""
     at_workers: int = 1
     """Where the times hold, for data whose rows per owner shrink with the workers."""
@@ -171,7 +171,7 @@ def reference_from_table(name: str, table: Mapping[str, float]) -> Reference:
 
 
 def reference_hardware(name: str, reference: Reference, workload: Workload, notes: tuple[str, ...] = ()) -> Hardware:
-    """Rates at which ``workload`` takes the times of ``reference``. Raises ProfileError for a time that is not above 0."""
+    """Rates at which ``workload`` takes the times of ``reference``. Raises ProfileError for times not above 0."""
     r = reference
     for key in ("dense_ms", "exchange_ms", "lookup_ms"):
         if not getattr(r, key) > 0:
@@ -209,7 +209,5 @@ def costs_by_category(seconds: Mapping[str, float], micro_batches: int) -> dict[
     totals: dict[str, float] = {}
     for stage, value in seconds.items():
         kind = STAGES[stage]
-        totals[kind.category] = totals.get(kind.category, 0.0) + value * (
-            micro_batches if kind.per_micro_batch else 1
-        )
+        totals[kind.category] = totals.get(kind.category, 0.0) + value * (micro_batches if kind.per_micro_batch else 1)
     return totals

@@ -185,9 +185,7 @@ def full_fit(
         in_sample=compare(predict, best.reference, steps),
         held_out_methods=compare(predict, by_method.reference, unseen),
         held_out_scales=compare(predict, by_scale.reference, between),
-        parts=tuple(
-            PartOfStep(t.method, t.part, t.value, float(ms)) for t, ms in zip(parts, predicted, strict=True)
-        ),
+        parts=tuple(PartOfStep(t.method, t.part, t.value, float(ms)) for t, ms in zip(parts, predicted, strict=True)),
         rounding_floor_pct=float(np.mean(floors)),
         identified=identified(best),
         chosen=tuple(chosen),

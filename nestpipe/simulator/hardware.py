@@ -122,7 +122,7 @@ def hardware_from_table(name: str, table: Mapping[str, Any]) -> Hardware:
             raise ProfileError(f"hardware '{name}': unknown key '{key}'")
         if kinds[key] in ("float", "int") and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ProfileError(f"hardware '{name}': {key} must be a number, not {value!r}")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
     try:
         return Hardware(**{"name": name, **values})
     except TypeError as error:

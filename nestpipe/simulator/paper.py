@@ -22,7 +22,7 @@ NPU, GPU = "npu-1536-industrial", "gpu-128-kuairand"
 
 @dataclass(frozen=True)
 class NotePoint:
-    """A published point (mark N) beside the simulated one, in ``unit``. ``remark``: why they differ, or that it is not known."""
+    """A published point (mark N) beside the simulated one, in ``unit``. ``remark``: why they differ, if known."""
 
     figure: str
     method: str
@@ -53,17 +53,19 @@ def micro_batch_sweep(
     method: SimulatedMethod,
     workers: int,
     clustering: bool = True,
-    micro_batch_ms: float = 0.0,
+    micro_batch_ms: float | None = None,
     sizes: Sequence[int] = (512, 256, 128, 64, 32, 16),
 ) -> list[SweepPoint]:
-    """Step and communication by micro-batch size. ``micro_batch_ms``: fixed dense cost of each (efficiency curve).
+    """Step and communication by micro-batch size. ``micro_batch_ms``: fixed dense cost of each (None: the profile's).
 
     Without clustering, keys repeat between micro-batches as measured on ``kuairand27k``.
     """
     if profile.reference is None:
         raise ValueError(f"hardware '{profile.name}' was not fitted to published times")
     workload = profile.workload if clustering else unclustered(profile.workload)
-    reference = replace(profile.reference, micro_batch_ms=micro_batch_ms)
+    reference = profile.reference
+    if micro_batch_ms is not None:
+        reference = replace(reference, micro_batch_ms=micro_batch_ms)
     hardware = reference_hardware(profile.name, reference, profile.workload)
     whole = 0.0
     points = []
@@ -82,8 +84,14 @@ def unclustered(workload: Workload) -> Workload:
 
 
 _REMARKS = {
-    ("lookup_share", 128): "not explained: 24.4 % of the tables' own 2562 ms is 625 ms, TorchRec minus UniEmb gives 593",
-    ("exposed_ratio", "clustering=off"): "not explained: duplication grows the total, but 2 of 64 All2Alls stay exposed",
+    (
+        "lookup_share",
+        128,
+    ): "not explained: 24.4 % of the tables' 2562 ms is 625 ms, TorchRec minus UniEmb gives 593",
+    (
+        "exposed_ratio",
+        "clustering=off",
+    ): "not explained: duplication grows the total, but 2 of 64 All2Alls are exposed",
     ("exposed_comm", "clustering=on"): "not explained: less than 1/32 of the total; first and last may be smaller",
     ("exposed_comm", "sequence_length"): "not explained: twice the items would be nearly twice the keys; the reference "
     "length is not published",
@@ -98,16 +106,18 @@ def note_points(rows: Sequence[Row], methods: Mapping[str, SimulatedMethod]) -> 
     for row in rows:
         if getattr(row, "mark", "N") != "N" or row.method not in methods or row.metric.startswith(("metric", "max_")):
             continue
+        setting, unit = getattr(row, "setting", ""), getattr(row, "unit", "")
         simulated = _simulated(row, profiles[row.cluster], methods)
-        setting = getattr(row, "setting", "")
-        remark = next(
-            (text for (metric, key), text in _REMARKS.items() if metric == row.metric and (key == row.workers or str(key) in setting)),
-            "",
-        )
-        points.append(
-            NotePoint(row.where, row.method, row.workers, setting, row.metric, row.value, simulated, getattr(row, "unit", ""), remark)
-        )
+        where = (row.where, row.method, row.workers, setting, row.metric)
+        points.append(NotePoint(*where, row.value, simulated, unit, _remark(row, setting)))
     return points
+
+
+def _remark(row: Row, setting: str) -> str:
+    for (metric, key), text in _REMARKS.items():
+        if metric == row.metric and (key == row.workers or (isinstance(key, str) and key in setting)):
+            return text
+    return ""
 
 
 def _simulated(row: Row, profile: Profile, methods: Mapping[str, SimulatedMethod]) -> float:

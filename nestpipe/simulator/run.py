@@ -112,7 +112,7 @@ def simulate_timeline(
     workload: Workload,
     micro_batches: int = 8,
     steps: int = 20,
-    noise: Noise = Noise(),  # noqa: B008 (frozen)
+    noise: Noise = Noise(),
     seed: int = 1,
 ) -> Timeline:
     """Virtual timeline of ``steps`` steps after the pipeline has filled, every worker a column.
@@ -146,7 +146,7 @@ def simulate_steps(
     workload: Workload,
     micro_batches: int = 8,
     steps: int = 20,
-    noise: Noise = Noise(),  # noqa: B008 (frozen)
+    noise: Noise = Noise(),
     seed: int = 1,
 ) -> StepTimes:
     """Account of the ``steps`` steps in the middle of ``simulate_timeline``: same definition as for a real run."""
@@ -159,7 +159,9 @@ def _middle(times: StepTimes, steps: int) -> StepTimes:
     return StepTimes(times.steps[keep], {name: values[keep] for name, values in times.ms.items()})
 
 
-def steady_steps(method: SimulatedMethod, micro_batches: int, stages: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
+def steady_steps(
+    method: SimulatedMethod, micro_batches: int, stages: Sequence[Mapping[str, float]]
+) -> dict[str, np.ndarray]:
     """Milliseconds of a steady step under each of several cost tables (one worker each), by name of ``StepTimes``.
 
     All tables run in one pass; the mean over twelve steps, since a pipeline held up by a host stage
@@ -168,3 +170,11 @@ def steady_steps(method: SimulatedMethod, micro_batches: int, stages: Sequence[M
     plan = plan_of(method, micro_batches, WARM_UP + 12 + DRAIN)
     times = _middle(step_times(run_lanes(plan, mean_seconds(plan, stages), 1, 1)), 12)
     return {name: values.mean(axis=0) for name, values in times.ms.items()}
+
+
+def steady_step(method: SimulatedMethod, micro_batches: int, stages: Sequence[Mapping[str, float]]) -> np.ndarray:
+    """Milliseconds [len(stages)]: ``step`` of ``steady_steps`` alone, without the account of its parts."""
+    plan = plan_of(method, micro_batches, WARM_UP + 12 + DRAIN)
+    last = {op.ref.batch: i for i, op in enumerate(plan.ops) if op.lane == "compute"}
+    end = run_lanes(plan, mean_seconds(plan, stages), 1, 1).end
+    return (end[last[WARM_UP + 11]] - end[last[WARM_UP - 1]]) / 12 * 1e3

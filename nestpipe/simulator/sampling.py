@@ -52,7 +52,7 @@ def measure_keys(
     micro_batches: Sequence[int] = (2, 4, 8, 16, 32),
     batches: int = 3,
 ) -> KeyStatistics:
-    """Route ``batches`` consecutive batches of ``data`` on each of ``worker_counts`` workers (samples in their own order).
+    """Route ``batches`` consecutive batches of ``data`` on each of ``worker_counts`` workers, unclustered.
 
     Duplication is the mean over batches of one worker's; rows per owner and overlap are means over
     workers and batches, fitted as a power and a logarithm of the workers. ``error``: the largest count

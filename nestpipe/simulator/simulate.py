@@ -1,4 +1,4 @@
-"""``nestpipe simulate``: step times of methods on clusters that nobody has at hand, as records of kind ``simulated``."""
+"""``nestpipe simulate``: step times on clusters that nobody has at hand, as records of kind ``simulated``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SimulateConfig:
     """Predict step times: schedules on virtual clocks, with a cost model. Nothing is run."""
 
     hardware: str = "npu-1536-industrial"
-    """A shipped profile (npu-1536-industrial, gpu-128-kuairand, h100-ib), or a .toml file as `nestpipe calibrate` writes."""
+    """A shipped profile (npu-1536-industrial, gpu-128-kuairand, h100-ib), or a .toml file of `nestpipe calibrate`."""
     methods: str = "all"
     """Comma-separated methods, or all."""
     workers: str = ""
@@ -110,7 +110,9 @@ def micro_batches_of(workload: Workload, micro_batch: int | None, profile: Profi
         usual = profile.reference.micro_batches if profile.reference else 8
         return min(usual, workload.batch_size)
     if micro_batch < 1 or workload.batch_size % micro_batch:
-        raise ClusterError(f"micro-batch {micro_batch}: must be at least 1 and divide the batch of {workload.batch_size}")
+        raise ClusterError(
+            f"micro-batch {micro_batch}: must be at least 1 and divide the batch of {workload.batch_size}"
+        )
     return workload.batch_size // micro_batch
 
 

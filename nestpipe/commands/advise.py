@@ -1,0 +1,125 @@
+"""``nestpipe advise``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich import box
+from rich.table import Table
+
+from nestpipe.commands.simulate import wide_console
+from nestpipe.records import provenance, write_atomically
+from nestpipe.simulator.advise import LIMITS, Advice, Choice, advise
+from nestpipe.simulator.simulate import SimulateConfig
+
+
+@dataclass(frozen=True)
+class AdviseCommand:
+    """My model, my cluster: which method, how many micro-batches, what limits it, and up to which size?
+    Predicted on virtual clocks; nothing is run."""
+
+    hardware: str = "npu-1536-industrial"
+    """A shipped profile (npu-1536-industrial, gpu-128-kuairand, h100-ib), or a .toml file of `nestpipe calibrate`."""
+    workers: int = 1536
+    """Accelerators."""
+    methods: str = "all"
+    """Comma-separated methods to choose from, or all."""
+    micro_batch: int | None = None
+    """Samples per micro-batch; default: chosen."""
+    batch_size: int | None = None
+    """Samples per worker and step (default, as for the next three: the profile's)."""
+    embedding_dim: int | None = None
+    """Elements per embedding row."""
+    dense_layers: int | None = None
+    """Blocks of the dense network."""
+    sequence_length: int | None = None
+    """Items per sample."""
+    clustering: Literal["profile", "off"] = "profile"
+    """off: keys repeat between micro-batches as the router measured it on unclustered KuaiRand-like data."""
+    groups: int | None = None
+    """Replica groups of two-dimensional sharding (default: the profile's)."""
+    reach: int = 16
+    """Look for changes of the answer from 1/reach of the workers to reach times as many."""
+    json: Annotated[Path | None, tyro.conf.arg(help="Write the advice to this file.")] = field(default=None)
+
+
+def main(arguments: Sequence[str]) -> int:
+    from baselines.simulated import METHODS
+
+    command = tyro.cli(AdviseCommand, prog="nestpipe advise", args=arguments)
+    shared = {f.name for f in dataclasses.fields(SimulateConfig)} - {"workers"}
+    config = SimulateConfig(**{name: value for name, value in vars(command).items() if name in shared})
+    advice = advise(config, METHODS, command.workers, command.reach)
+    out = wide_console()
+    out.print(_table(advice, command))
+    for line in _sentences(advice):
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    if command.json:
+        write_atomically(command.json, json.dumps(to_json(advice), indent=1, default=str) + "\n")
+    return 0
+
+
+def to_json(advice: Advice) -> dict[str, object]:
+    """``best``, ``choices`` (fastest first), ``changes``; times in ms."""
+    choice = lambda c: {**asdict(c), "limited_by": c.limited_by, "limited_by_text": LIMITS[c.limited_by]}  # noqa: E731
+    changes = [
+        {"workers": c.workers, "before": choice(c.before), "after": choice(c.after), "text": c.text}
+        for c in advice.changes
+    ]
+    return {
+        "kind": "simulated",
+        "best": choice(advice.best),
+        "choices": [choice(c) for c in advice.choices],
+        "changes": changes,
+        "searched": [advice.smallest, advice.largest],
+        "provenance": provenance(),
+    }
+
+
+def _table(advice: Advice, command: AdviseCommand) -> Table:
+    table = Table(
+        title=f"SIMULATED: {command.hardware}, {command.workers} workers",
+        caption="ms a step on virtual clocks, exposed parts; limits: how much of the step shrinks in\n"
+        "proportion to the lane (the two that matter most); *: not plain synchronous training",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for head in ("method", "N", "step", "dense", "lookup", "comm.", "rest", "limits"):
+        table.add_column(head, justify="left" if head in ("method", "limits") else "right", no_wrap=head != "limits")
+    for c in advice.choices:
+        parts = [c.parts_ms[name] for name in ("dense", "exposed_lookup", "exposed_communication")]
+        row = [c.step_ms, *parts, abs(c.step_ms - sum(parts))]
+        table.add_row(c.method + ("" if c.synchronous else " *"), str(c.micro_batches), *_numbers(row), _two_limits(c))
+    return table
+
+
+def _numbers(row: Sequence[float]) -> list[str]:
+    return [f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}" for ms in row]
+
+
+def _two_limits(choice: Choice) -> str:
+    largest = sorted(choice.limits.items(), key=lambda item: -item[1])[:2]
+    return ", ".join(f"{lane} {percent:.0f}%" for lane, percent in largest if percent >= 0.5)
+
+
+def _sentences(advice: Advice) -> list[str]:
+    best, fastest = advice.best, advice.choices[0]
+    lines = [f"Best synchronous method at {best.workers} workers: {best.text}; predicted step {best.step_ms:.1f} ms."]
+    if fastest != best:
+        lines.append(
+            f"{fastest.method} would take {fastest.step_ms:.1f} ms, but is not plain synchronous training "
+            f"({fastest.objection})."
+        )
+    if not advice.changes:
+        lines.append(f"The answer is the same from {advice.smallest} to {advice.largest} workers.")
+    else:
+        lines.append(f"Where the answer changes, {advice.smallest} to {advice.largest} workers, sizes to within 2 %:")
+        lines += [f"  {change.text}" for change in advice.changes]
+    return lines
