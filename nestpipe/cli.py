@@ -30,25 +30,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
     words = list(sys.argv[1:] if arguments is None else arguments)
-    chosen = parser.parse_args(words[:1])
     try:
-        command = importlib.import_module(COMMANDS[chosen.command][0])
-    except ModuleNotFoundError as error:
-        return _fail(
-            chosen.command, f"needs the package '{error.name}': pip install 'nestpipe[all]', or 'make setup'", 2
-        )
-    try:
-        return command.main(words[1:])
-    except KeyboardInterrupt:
-        return _fail(chosen.command, "interrupted; all ranks have ended", 130)
+        return _run(parser.parse_args(words[:1]).command, words[1:])
     except BrokenPipeError:
-        # Whoever read our output has gone; a second message would meet the same pipe.
+        # Whoever read our output has gone; a message, or the flush at exit, would meet the same pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    try:
+        command = importlib.import_module(COMMANDS[name][0])
+    except ModuleNotFoundError as error:
+        return _fail(name, f"needs the package '{error.name}': pip install 'nestpipe[all]', or 'make setup'", 2)
+    try:
+        status = command.main(arguments)
+        _flush()
+        return status
+    except SystemExit:  # --help and wrong options
+        _flush()
+        raise
+    except KeyboardInterrupt:
+        return _fail(name, "interrupted; all ranks have ended", 130)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("NESTPIPE_TRACEBACK"):
             raise
-        return _fail(chosen.command, str(error) or repr(error), 2 if isinstance(error, ValueError) else 1)
+        return _fail(name, str(error) or repr(error), 2 if isinstance(error, ValueError) else 1)
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
 
 
 def _fail(command: str, text: str, status: int) -> int:

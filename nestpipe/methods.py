@@ -22,12 +22,12 @@ Build = Callable[[ModelSpec, SparseOptimizer, DenseOptimizer, int, int], Trainer
 
 
 class UnknownMethod(ValueError):
-    """No method of that name; the message lists the known ones."""
+    """No method of that name, or one that cannot be had; the message says what to do or lists the known ones."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """``schedule``: micro-batches -> Schedule. ``build``: (spec, sparse and dense optimizer, seed, micro-batches) -> Trainer.
+    """``schedule``: micro-batches -> Schedule. ``build``: (spec, optimizers, seed, micro-batches) -> Trainer.
 
     ``paper_method``: the method of the paper whose numbers stand beside this one's. ``observed``:
     the schedule is declared and the order of a run is taken from its trace (foreign pipelines).
@@ -87,7 +87,7 @@ def known_methods() -> list[str]:
 def find_method(name: str) -> Method:
     """The method called ``name``; ``serial(8)`` fixes the number of micro-batches.
 
-    Raises UnknownMethod, listing the known ones; what an entry point's import raises passes through.
+    Raises UnknownMethod, listing the known ones, or naming an entry point that cannot be loaded.
     """
     match = re.fullmatch(r"([A-Za-z0-9_+-]+?)(?:\((\d+)\))?", name.strip())
     plain, micro_batches = (match[1], match[2]) if match else (name, None)
@@ -96,7 +96,10 @@ def find_method(name: str) -> Method:
         entries = {entry.name: entry for entry in metadata.entry_points(group="nestpipe.methods")}
         if plain not in entries:
             raise UnknownMethod(f"unknown method '{name}', one of {', '.join(known_methods())}")
-        method = entries[plain].load()
+        try:
+            method = entries[plain].load()
+        except (ImportError, AttributeError) as error:
+            raise UnknownMethod(f"method '{plain}' ({entries[plain].value}) cannot be loaded: {error}") from error
     if micro_batches is None:
         return method
     if method.observed or method.name == "dbp-only" or int(micro_batches) < 1:

@@ -172,6 +172,18 @@ def _commit() -> str | None:
     return run.stdout.strip()
 
 
+def require_writable(path: Path) -> None:
+    """Try to write beside ``path`` and leave nothing there but its folder. Raises RecordError with the reason."""
+    if path.is_dir():
+        raise RecordError(f"cannot write {path}: it is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise RecordError(f"cannot write {path}: {error.strerror}; choose another place") from None
+
+
 def write_atomically(path: Path, text: str) -> None:
     """The file is there whole or not at all. Raises OSError, with nothing left behind, where it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -112,8 +113,13 @@ def validate(config: RunConfig) -> list[Method]:
             raise ConfigError(f"{option} must be at least 1, not {value}")
     if config.rounds > config.steps:
         raise ConfigError(f"--rounds {config.rounds} is more than --steps {config.steps}")
-    if config.pace_dense < 0:
-        raise ConfigError(f"--pace-dense must not be negative, got {config.pace_dense}")
+    if not 0 <= config.pace_dense < math.inf:
+        raise ConfigError(f"--pace-dense must be 0 or more milliseconds, not {config.pace_dense}")
+    if not config.timeout > 0:
+        raise ConfigError(f"--timeout must be above 0 seconds, not {config.timeout}")
+    if config.seed < 0:
+        raise ConfigError(f"--seed must not be negative, got {config.seed}")
+    parse_testbed(config.testbed)
     return [find_method(name) for name in config.method_names]
 
 
@@ -130,8 +136,8 @@ def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
 
     with RankPool(config.workers, testbed=testbed, timeout_s=config.timeout) as pool:
         ranks = pool.run(train_on_rank, config, on_message=on_message)
-    start = _plain_serial(ranks)
-    return [_method_run(config, method, [rank[method.name] for rank in ranks], start, notes) for method in methods]
+    baseline = _serial_exposed_ms(config, ranks)
+    return [_method_run(config, method, [rank[method.name] for rank in ranks], baseline, notes) for method in methods]
 
 
 def _data_notes(dataset: Dataset) -> list[str]:
@@ -140,10 +146,10 @@ def _data_notes(dataset: Dataset) -> list[str]:
     return [f"{dataset.bad_rows} malformed rows were skipped: " + "; ".join(dataset.bad_row_examples)]
 
 
-def _rounds(config: RunConfig, steps_per_epoch: int) -> list[int]:
-    """Steps of each round, warm-up included."""
+def _rounds(config: RunConfig, steps: int) -> list[int]:
+    """Steps of each round, warm-up included; epochs are one round, ``steps`` long."""
     if config.epochs is not None:
-        return [config.epochs * steps_per_epoch]
+        return [steps]
     share, larger = divmod(config.steps, config.rounds)
     return [WARM_UP_STEPS + share + (r < larger) for r in range(config.rounds)]
 
@@ -169,7 +175,7 @@ def train_on_rank(config: RunConfig) -> dict[str, RankResult]:
         )
         sources[method.name] = dataset.batches(rank, world_size)
     results: dict[str, list[StepResult]] = {method.name: [] for method in methods}
-    rounds = _rounds(config, dataset.steps_per_epoch(world_size))
+    rounds = _rounds(config, (config.epochs or 0) * dataset.steps_per_epoch(world_size))
     total = sum(rounds)
     told = 0.0
     for steps in rounds:
@@ -217,12 +223,22 @@ def _identity(config: RunConfig, micro_batches: int) -> dict[str, Any]:
     return {name: value for name, value in whole.items() if name not in elsewhere}
 
 
-def _plain_serial(ranks: Sequence[dict[str, RankResult]]) -> float | None:
+def _reported(config: RunConfig, times: StepTimes, total: int) -> list[int]:
+    """Of the steps accounted, those that belong to the run (``total`` steps) and to no round's warm-up."""
+    warm_up, first = set[int](), 0
+    for steps in _rounds(config, total):
+        warm_up.update(range(first, first + WARM_UP_STEPS))
+        first += steps
+    return [step for step in times.steps if step not in warm_up and step < total]
+
+
+def _serial_exposed_ms(config: RunConfig, ranks: Sequence[dict[str, RankResult]]) -> float | None:
     """Median exposed communication (ms) of ``serial`` in this session, None where it did not run."""
     if "serial" not in ranks[0]:
         return None
     times, _ = account(find_method("serial"), 1, [rank["serial"] for rank in ranks])
-    return float(np.median(times.mean("exposed_communication"))) if times.steps else None
+    keep = [times.steps.index(step) for step in _reported(config, times, len(ranks[0]["serial"].results))]
+    return float(np.median(times.mean("exposed_communication")[keep])) if keep else None
 
 
 def _method_run(
@@ -235,14 +251,7 @@ def _method_run(
     micro_batches = method.micro_batches or config.micro_batches
     times, timelines = account(method, micro_batches, ranks)
     total = len(ranks[0].results)
-    if config.epochs is None:
-        warm_up, first = set[int](), 0
-        for steps in _rounds(config, 0):
-            warm_up.update(range(first, first + WARM_UP_STEPS))
-            first += steps
-    else:
-        warm_up = set(range(WARM_UP_STEPS))
-    keep = [step for step in times.steps if step not in warm_up and step < total]
+    keep = _reported(config, times, total)
     by_step = list(zip(*(rank.results for rank in ranks), strict=True))
     metrics = metrics_from_times(times, keep, {s: float(sum(r.samples for r in by_step[s])) for s in keep})
     for name in ("embedding_bytes", "minimum_embedding_bytes"):

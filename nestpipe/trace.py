@@ -130,7 +130,7 @@ def perfetto(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
             for i, ref in enumerate(timeline.refs):
                 begin, end = float(timeline.start[i, r]), float(timeline.end[i, r])
                 skew = float(timeline.ready[i, r]) - begin
-                event = {
+                event: dict[str, Any] = {
                     "ph": "X",
                     "pid": rank,
                     "tid": lanes[timeline.lanes[i]],

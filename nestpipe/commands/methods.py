@@ -20,8 +20,8 @@ def main(arguments: Sequence[str]) -> int:
     for name in known_methods():
         try:
             method = find_method(name)
-        except (ImportError, RuntimeError) as error:
-            print(f"{name:<12} cannot be loaded: {error}")
+        except ValueError as error:
+            print(f"{name:<12} {error}")
             continue
         print(f"{name:<12} {method.summary}" + (f" [paper: {method.paper_method}]" if method.paper_method else ""))
     return 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from nestpipe.records import Record, Store, write_atomically
+from nestpipe.records import Record, Store, require_writable, write_atomically
 from nestpipe.run import MethodRun, RunConfig, run, validate
 from nestpipe.testbed import TestbedUnavailable
 from nestpipe.trace import perfetto_json
@@ -40,23 +41,40 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(stderr=True)
     config = RunConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(RunConfig)})
     validate(config)
+    for path in filter(None, (command.json, *(f / "any" for f in (command.store, command.trace) if f))):
+        require_writable(path)  # before anything is trained
     runs = _run_with_progress(config, console)
     out = Console()
     out.print(_table([r.record for r in runs]))
     for line in _remarks([r.record for r in runs]):
         out.print(line, highlight=False)
-    if command.json:
+    sys.stdout.flush()
+    _write(command, runs)
+    return 0
+
+
+def _write(command: RunCommand, runs: Sequence[MethodRun]) -> None:
+    """All files that were asked for. One that cannot be written does not cost the others; the first error is raised."""
+    errors = []
+    writes: list[Callable[[], object]] = []
+    if path := command.json:
         records = {r.record.method: r.record.to_json() for r in runs}
-        write_atomically(command.json, json.dumps({"methods": records}, indent=1, default=str) + "\n")
+        text = json.dumps({"methods": records}, indent=1, default=str) + "\n"
+        writes.append(lambda: write_atomically(path, text))
     if command.store:
-        for r in runs:
-            Store(command.store).write(r.record)
+        writes += [partial(Store(command.store).write, r.record) for r in runs]
     if command.trace:
         for r in runs:
             name = "".join(c if c.isalnum() else "-" for c in r.record.method).strip("-")
-            write_atomically(command.trace / f"{name}.perfetto.json", perfetto_json(r.timelines, r.record.method))
-    sys.stdout.flush()
-    return 0
+            file, text_of = command.trace / f"{name}.perfetto.json", perfetto_json(r.timelines, r.record.method)
+            writes.append(partial(write_atomically, file, text_of))
+    for write in writes:
+        try:
+            write()
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _run_with_progress(config: RunConfig, console: Console) -> list[MethodRun]:

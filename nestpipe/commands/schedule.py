@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if not command.check:
         print(
-            f"{template.name}: one step t, N = {template.micro_batches}; R+1 is for batch t+1, E.2 for micro-batch 2 of t."
+            f"{template.name}: one step t, N = {template.micro_batches}; R+1: for batch t+1, E.2: micro-batch 2 of t."
         )
         print("Time in made-up units; dots: compute idle; '<': began in the step before.\n")
         print(grid(template))

@@ -41,7 +41,7 @@ Command = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    command = tyro.cli(Command, prog="nestpipe testbed", args=arguments)  # type: ignore[arg-type]
+    command = tyro.cli(Command, prog="nestpipe testbed", args=arguments)
     if isinstance(command, Up):
         print(testbed_up(command.hosts, command.rate, command.delay))
     else:
