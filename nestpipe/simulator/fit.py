@@ -188,7 +188,7 @@ def fit(
     step = step / [1.0 if t.part == "step" else PART_WEIGHT for t in targets]
 
     def references(unit: np.ndarray) -> list[Reference]:
-        return [Reference(**{**held, **dict(zip(names, row * scale, strict=True))}) for row in unit]
+        return [Reference(**{**held, **dict(zip(names, map(float, row * scale), strict=True))}) for row in unit]
 
     def residuals(unit: np.ndarray) -> np.ndarray:
         return (predict(references(unit[None]), targets)[0] - value) / step

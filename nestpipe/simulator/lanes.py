@@ -72,6 +72,8 @@ def run_lanes(
 ) -> Timeline:
     """``virtual_timeline`` of a plan. ``allreduce_size``: workers that an AllReduce joins (default: all).
 
+    Replica synchronisation joins the workers of the same place in every group.
+
     With both sizes 1 the columns are clusters of one representative worker each, independent of
     each other: many configurations in one pass.
     """
@@ -93,8 +95,11 @@ def run_lanes(
             np.maximum(end[needs[0]], end[needs[1]], out=begin)
             for j in needs[2:]:
                 np.maximum(begin, end[j], out=begin)
-        if groups[i] == 1:
+        replicas = plan.ops[i].stage.group == "replicas" and sizes["allreduce"] > 1
+        if groups[i] == 1 and not replicas:
             ready[i] = begin
+        elif replicas:
+            ready[i] = np.tile(begin.reshape(-1, groups[i]).max(axis=0), workers // groups[i])
         elif groups[i] == workers:
             ready[i] = begin.max()
         else:
