@@ -19,7 +19,7 @@ class Exchange:
         self.world_size = dist.get_world_size(self.group) if joined else 1
 
     def all_to_all(self, target: Tensor, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
-        """Send ``send[d]`` leading rows of ``source`` to each rank d, in rank order; likewise ``receive`` into ``target``.
+        """Send ``send[d]`` rows of ``source`` to each rank d, rank after rank; likewise ``receive`` into ``target``.
 
         Both tensors contiguous, of one dtype; splits in rows, zero allowed, both sides agree on them.
         """
@@ -34,7 +34,7 @@ class Exchange:
         # gloo's all-to-all queues its receive notices behind payload, which halves a full-duplex
         # link; with every receive posted before the first send the exchange takes the ideal time.
         incoming, outgoing = target.split(list(receive)), source.split(list(send))
-        works = []
+        works: list[dist.Work | None] = []
         for step in range(1, self.world_size):
             peer = (self.rank - step) % self.world_size
             if receive[peer]:
@@ -45,7 +45,8 @@ class Exchange:
                 works.append(dist.isend(outgoing[peer], group=self.group, group_dst=peer))
         incoming[self.rank].copy_(outgoing[self.rank])
         for work in works:
-            work.wait()
+            if work is not None:  # None: this rank is not in the group
+                work.wait()
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over ranks, in place."""

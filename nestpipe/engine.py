@@ -321,6 +321,5 @@ def _require_runnable(schedule: Schedule) -> None:
         touched = {*op.stage.reads, *op.stage.writes} - {"plan-1"}
         hidden = sorted(touched - {*op.reads, *op.writes}) or sorted({*op.stage.writes} - {*op.writes})
         if hidden:
-            raise ValueError(
-                f"schedule '{schedule.name}': {op.ref.relative()} touches {', '.join(hidden)}, which it does not declare"
-            )
+            name = f"schedule '{schedule.name}': {op.ref.relative()}"
+            raise ValueError(f"{name} touches {', '.join(hidden)}, which it does not declare")

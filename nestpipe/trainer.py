@@ -85,7 +85,7 @@ class Trainer(Protocol):
         ...
 
     def table(self, name: str) -> Tensor:
-        """The whole table, float32 [rows, dim], on every rank. Collective; between steps, in-flight work is waited for."""
+        """The whole table, float32 [rows, dim], on every rank. Collective, between steps; waits for work in flight."""
         ...
 
     def dense_state(self) -> Mapping[str, Tensor]:

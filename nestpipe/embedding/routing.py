@@ -122,7 +122,8 @@ def route(
     else:
         rows, positions = torch.unique(incoming, return_inverse=True)
     chunks = positions.split(asked.flatten().tolist())  # [requester][micro-batch]
-    inverses = inverse.split([sum(part.sparse[f].values().numel() for t in layout.tables for f in t.features) for part in parts])
+    features = [feature for table in layout.tables for feature in table.features]
+    inverses = inverse.split([sum(part.sparse[feature].values().numel() for feature in features) for part in parts])
     starts = bounds[: micros * world : world].tolist()
     plans = []
     for m in range(micros):
@@ -137,7 +138,8 @@ def route(
         )
     shared, shared_before = _shared(rows, before.rows) if before is not None else (rows[:0], rows[:0])
     once = distinct if micros == 1 else torch.unique(distinct % span)
-    low, high = torch.searchsorted(once, torch.tensor([0, 1]) * layout.local_rows + exchange.rank * layout.local_rows).tolist()
+    own = torch.tensor([exchange.rank, exchange.rank + 1]) * layout.local_rows
+    low, high = torch.searchsorted(once, own).tolist()
     return RoutingPlan(
         micro=tuple(plans),
         rows=rows,
