@@ -136,6 +136,28 @@ def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
 
     with RankPool(config.workers, testbed=testbed, timeout_s=config.timeout) as pool:
         ranks = pool.run(train_on_rank, config, on_message=on_message)
+    return _method_runs(config, methods, ranks, notes)
+
+
+def run_in_group(config: RunConfig) -> list[MethodRun] | None:
+    """As ``run``, on ranks that somebody else started (Slurm, torchrun) and that are in a process group. Collective.
+
+    The runs on rank 0, None on the others. Raises ConfigError also where the group is not of ``config.workers`` ranks.
+    """
+    methods = validate(config)
+    if dist.get_world_size() != config.workers:
+        raise ConfigError(f"{config.workers} workers were asked for, {dist.get_world_size()} ranks were started")
+    result = train_on_rank(config)
+    ranks: list[Any] | None = [None] * config.workers if dist.get_rank() == 0 else None
+    dist.gather_object(result, ranks)
+    if ranks is None:
+        return None
+    return _method_runs(config, methods, ranks, _data_notes(load_dataset(config.data, config.model, config.seed)))
+
+
+def _method_runs(
+    config: RunConfig, methods: Sequence[Method], ranks: Sequence[dict[str, RankResult]], notes: Sequence[str]
+) -> list[MethodRun]:
     baseline = _serial_exposed_ms(config, ranks)
     return [_method_run(config, method, [rank[method.name] for rank in ranks], baseline, notes) for method in methods]
 
