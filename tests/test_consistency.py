@@ -131,6 +131,10 @@ BROKEN = {
         edited(N2, shifted("W-1", -1), derive=True, buffer=4, plan=6),
         ("malformed", "W-2 writes back later than the step after its batch"),
     ),
+    "updated in the next step": (
+        edited(N2, lambda ops: [*shifted("O", -1)(ops)[-1:], *ops[:-1]], derive=True),
+        ("malformed", "O-1 stands in another step than its batch: step t must end with U(t) and O(t) done"),
+    ),
     "quantised": (
         edited(N2, changed("E.2", marks=("lossy",))),
         ("lossy", "E.2 (embedding All2All) moves values at reduced precision"),

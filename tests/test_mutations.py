@@ -133,6 +133,14 @@ def test_an_order_rushed_past_its_edges_shows_without_them() -> None:
     assert change(broken, check(broken), draws=3)
 
 
+def test_sums_in_another_order_differ_in_bits_and_are_named() -> None:
+    ops = serial(3).ops
+    swapped = [*ops[:4], *ops[12:16], *ops[4:12], *ops[16:]]  # micro-batches 3, 1, 2
+    other = schedule("3, 1, 2", 3, [op(o.ref.relative()) for o in swapped])
+    assert {problem.kind for problem in check(other)} == {"order"}
+    assert change(other, [], draws=0)
+
+
 def test_what_the_engine_refuses_the_checker_rejects() -> None:
     refused = []
     for m in mutants(nestpipe(2)):
