@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from nestpipe.methods import Method
-from nestpipe.schedule import Schedule, op, schedule
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from baselines.two_d_sp_schedule import nestpipe_two_d_sp, nestpipe_two_d_sp_exact
+from baselines.uniemb import uniemb
+from nestpipe.engine import Engine
+from nestpipe.methods import Build, Method, MethodOptions, scheduled_method
+from nestpipe.schedule import Schedule, marked, nestpipe, op, schedule
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, Trainer
 
 
@@ -13,6 +21,28 @@ def torchrec_schedule(micro_batches: int = 1) -> Schedule:
     Key routing of the next batch runs beside this batch's forward. The fused optimizer updates the
     table inside backward, so there is no buffer to write back and nothing to synchronise.
     """
+    return _torchrec("torchrec")
+
+
+def torchrec_bf16_schedule(micro_batches: int = 1) -> Schedule:
+    """The same with embeddings and their gradients in bfloat16."""
+    return marked(_torchrec("torchrec-bf16"), "EG", "lossy")
+
+
+def two_d_sp_schedule(options: MethodOptions, micro_batches: int = 1) -> Schedule:
+    """2D-SP, declared: torchrec's order, and D(t), the averaging of the replicas, between U(t) and O(t).
+
+    D changes the update rule unless it follows every SGD step (see ``baselines.two_d_sp``). With an interval
+    above 1 most batches have no D: what is declared is the step that has one.
+    """
+    synchronous = options.sparse_optimizer == "sgd" and options.sync_interval == 1
+    replicas = op("D.1", after="U A", reads="", writes="table", marks=() if synchronous else ("update_rule",))
+    return _torchrec("2d-sp", [replicas])
+
+
+def _torchrec(name: str, before_step: Iterable[Any] = ()) -> Schedule:
+    extra = list(before_step)
+    last = " ".join(o.ref.relative() for o in extra)
     ops = [
         op("K+1", after="H+1 O-1"),
         op("P+2", after="O-1"),
@@ -24,24 +54,113 @@ def torchrec_schedule(micro_batches: int = 1) -> Schedule:
         op("A", after="B.1"),
         op("G.1", after="B.1"),
         op("U", after="G.1", writes="accumulator table"),
-        op("O", after="U A"),
+        *extra,
+        op("O", after=f"U A {last}"),
     ]
-    return schedule("torchrec", 1, ops)
+    return schedule(name, 1, ops)
 
 
-def _build_torchrec(
-    spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
-) -> Trainer:
-    from baselines.torchrec_dmp import TorchRecTrainer
+def _build_torchrec(name: str, **sharding: bool) -> Build:
+    def build(
+        spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
+    ) -> Trainer:
+        from baselines.torchrec_dmp import TorchRecTrainer
+        from baselines.torchrec_sharding import one_dimensional
 
-    return TorchRecTrainer(spec, sparse, dense, seed)
+        return TorchRecTrainer(
+            spec, sparse, dense, seed, name=name, distribute=partial(one_dimensional, **sharding)
+        )
+
+    return build
 
 
-TORCHREC = Method(
+def _torchrec_method(name: str, summary: str, make: Callable[[int], Schedule], **sharding: bool) -> Method:
+    return Method(name, summary, make, _build_torchrec(name, **sharding), observed=True, micro_batches=1)
+
+
+TORCHREC = _torchrec_method(
     "torchrec",
     "real TorchRec: DistributedModelParallel, row-wise, fused kernel, TrainPipelineSparseDist",
     torchrec_schedule,
-    _build_torchrec,
-    observed=True,
+)
+TORCHREC_PLANNER = _torchrec_method(
+    "torchrec-planner",
+    "real TorchRec, tables sharded as its planner chooses (row-wise or table-wise)",
+    lambda _: _torchrec("torchrec-planner"),
+    planner=True,
+)
+TORCHREC_BF16 = _torchrec_method(
+    "torchrec-bf16",
+    "real TorchRec with embeddings and gradients quantised to bfloat16 on the wire (QCommsConfig)",
+    torchrec_bf16_schedule,
+    bf16=True,
+)
+TORCHREC_DEDUP = _torchrec_method(
+    "torchrec-dedup",
+    "real TorchRec with index deduplication; on a CPU by a kernel of ours, which fbgemm lacks there",
+    lambda _: _torchrec("torchrec-dedup"),
+    dedup=True,
+)
+
+
+def _adapt_two_d_sp(method: Method, options: MethodOptions) -> Method:
+    def build(
+        spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
+    ) -> Trainer:
+        from baselines.two_d_sp import two_d_sp_trainer
+
+        return two_d_sp_trainer(spec, sparse, dense, seed, options.replica_groups, options.sync_interval)
+
+    return replace(method, schedule=partial(two_d_sp_schedule, options), build=build)
+
+
+_UNADAPTED = Method("2d-sp", "", partial(two_d_sp_schedule, MethodOptions()), _build_torchrec("2d-sp"))
+TWO_D_SP = _adapt_two_d_sp(
+    replace(
+        _UNADAPTED,
+        summary="real TorchRec's DMPCollection: tables sharded in replica groups, replicas averaged (--replica-groups)",
+        paper_method="2D-SP",
+        observed=True,
+        micro_batches=1,
+        adapt=_adapt_two_d_sp,
+    ),
+    MethodOptions(),
+)
+
+
+def _grouped_method(name: str, summary: str, make: Callable[[int], Schedule], paper: str | None) -> Method:
+    def adapt(method: Method, options: MethodOptions) -> Method:
+        def build(
+            spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
+        ) -> Trainer:
+            return Engine(make(micro_batches), spec, sparse, dense, seed, replica_groups=options.replica_groups)
+
+        return replace(method, build=build)
+
+    return adapt(replace(scheduled_method(name, summary, make, paper), adapt=adapt), MethodOptions())
+
+
+NESTPIPE_TWO_D_SP = _grouped_method(
+    "nestpipe+2d-sp",
+    "NestPipe in replica groups, with 2D-SP's update rule",
+    nestpipe_two_d_sp,
+    "NestPipe+2D-SP",
+)
+NESTPIPE_TWO_D_SP_EXACT = _grouped_method(
+    "nestpipe+2d-sp-exact",
+    "NestPipe in replica groups, gradients summed over groups before the update: synchronous",
+    nestpipe_two_d_sp_exact,
+    None,
+)
+NESTPIPE_BF16 = scheduled_method(
+    "nestpipe+bf16",
+    "NestPipe with embeddings and gradients in bfloat16 on the wire",
+    lambda n: replace(marked(nestpipe(n), "EG", "lossy"), name="nestpipe+bf16"),
+)
+UNIEMB = scheduled_method(
+    "uniemb",
+    "UniEmb reconstructed: lookups prefetched, stale by one step; All2Alls exposed",
+    lambda _: uniemb(),
+    "UniEmb",
     micro_batches=1,
 )

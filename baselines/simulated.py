@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baselines.two_d_sp_schedule import nestpipe_two_d_sp, two_d_sp
-from baselines.uniemb import uniemb
+from baselines.uniemb import uniemb_with_hand_over
 from nestpipe.schedule import Schedule
 from nestpipe.simulator.methods import BUILT_IN, SimulatedMethod
 
 
 def _uniemb(_: int) -> Schedule:
-    return uniemb()
+    return uniemb_with_hand_over()
 
 
 def _two_d_sp(_: int) -> Schedule:

@@ -29,26 +29,27 @@ from nestpipe.versions import require_torchrec
 
 require_torchrec()
 
-from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: E402
-from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection  # noqa: E402
-from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module  # noqa: E402
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise  # noqa: E402
+from torchrec.distributed.embedding import ShardedEmbeddingCollection  # noqa: E402
+from torchrec.distributed.model_parallel import get_unwrapped_module  # noqa: E402
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist  # noqa: E402
-from torchrec.distributed.types import ShardingEnv, ShardingPlan  # noqa: E402
-from torchrec.modules.embedding_configs import EmbeddingConfig  # noqa: E402
-from torchrec.modules.embedding_modules import EmbeddingCollection  # noqa: E402
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noqa: E402
 from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
 
 from baselines.torchrec_batch import AlignedBatches, KeyedBatch, NoClock  # noqa: E402
 from baselines.torchrec_hooks import Observer  # noqa: E402
+from baselines.torchrec_sharding import (  # noqa: E402
+    FUSED,
+    Distribute,
+    collection_of,
+    is_row_wise,
+    load_initial_rows,
+    one_dimensional,
+    shards,
+)
 from baselines.torchrec_traffic import Traffic  # noqa: E402
 from nestpipe.data.batch import Batch  # noqa: E402
-from nestpipe.embedding.table import initial_rows  # noqa: E402
 from nestpipe.trace import Span  # noqa: E402
-from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult, TableConfig  # noqa: E402
-
-FUSED = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult  # noqa: E402
 
 
 class WeightedLoss(nn.Module):
@@ -66,8 +67,10 @@ class WeightedLoss(nn.Module):
 class TorchRecTrainer:
     """A Trainer (see `nestpipe.trainer`) that is TorchRec.
 
-    ``group``: the ranks, on gloo; None for all. ``observe``: hooks for spans and traffic; without them there are
-    no spans and the byte counts of `StepResult` are 0. Collective. Raises ValueError for a sparse optimizer
+    ``group``: the ranks, on gloo; None for all. ``distribute``: how tables are sharded and what travels.
+    ``sync_interval``: batches from one synchronisation of replicas to the next, where there are any.
+    ``observe``: hooks for spans and traffic; without them there are no spans and the byte counts of `StepResult`
+    are 0. Collective. Raises ValueError for a sparse optimizer
     that fbgemm lacks on a CPU, or tables of unequal dims (a torchrec EmbeddingCollection has one).
 
     Two batches are in flight between steps (t+1 with its keys routed, t+2 read). ``state_dict`` leaves
@@ -84,11 +87,11 @@ class TorchRecTrainer:
         group: dist.ProcessGroup | None = None,
         name: str = "torchrec",
         observe: bool = True,
+        distribute: Distribute = one_dimensional,
+        sync_interval: int = 1,
     ) -> None:
         if sparse_optimizer.name not in FUSED:
-            raise ValueError(
-                f"sparse optimizer '{sparse_optimizer.name}': fbgemm on a CPU has {', '.join(FUSED)}"
-            )
+            raise ValueError(f"sparse optimizer '{sparse_optimizer.name}': fbgemm on a CPU has {', '.join(FUSED)}")
         if len({table.dim for table in spec.tables}) != 1:
             raise ValueError("tables of one EmbeddingCollection have one dim: " + str(spec.tables))
         self.name = name
@@ -104,52 +107,26 @@ class TorchRecTrainer:
         self._batches: AlignedBatches | None = None
         self._current: KeyedBatch | None = None
 
-        self._module = spec.build(
-            EmbeddingCollection(tables=_configs(spec.tables), device=torch.device("meta"))
-        )
-        self._dmp = self._shard(sparse_optimizer)
-        self._collection = next(
-            m for m in self._module.modules() if isinstance(m, ShardedEmbeddingCollection)
-        )
-        _load_initial_rows(self._collection, self.tables, seed)
+        self._module = spec.build(collection_of(spec.tables))
+        distributed = distribute(WeightedLoss(self._module), sparse_optimizer, self._group)
+        self._dmp, self._sharding_group = distributed.dmp, distributed.sharding_group
+        self._collection = next(m for m in self._module.modules() if isinstance(m, ShardedEmbeddingCollection))
+        load_initial_rows(self._collection, self.tables, seed)
         optimizer = self._optimizer(dense_optimizer)
-        self._pipeline = TrainPipelineSparseDist(self._dmp, optimizer, torch.device("cpu"))
+        self._pipeline = TrainPipelineSparseDist(
+            self._dmp, optimizer, torch.device("cpu"), dmp_collection_sync_interval_batches=sync_interval
+        )
 
         root = get_unwrapped_module(self._dmp)
         root.register_forward_pre_hook(self._forward_begins)
         self._collection.register_forward_hook(self._hide_padding_sample)
-        self._observer = Observer(self._group) if observe else None
-        self._traffic = Traffic(self._collection, self.tables, self._group) if observe else None
+        self._observer = Observer(self._sharding_group) if observe else None
+        counted = observe and is_row_wise(self._collection)
+        self._traffic = Traffic(self._collection, self.tables, self._sharding_group) if counted else None
         self._clock = self._observer or NoClock()
         if self._observer:
-            self._observer.attach(self._collection, self._pipeline, self._dmp._dmp_wrapped_module)
+            self._observer.attach(self._collection, self._pipeline, self._dmp)
             root.register_forward_hook(lambda *_: self._observer.loss_computed())
-
-    def _shard(self, sparse_optimizer: SparseOptimizer) -> DistributedModelParallel:
-        fused = {"optimizer": FUSED[sparse_optimizer.name], "learning_rate": sparse_optimizer.lr}
-        if sparse_optimizer.name != "sgd":
-            fused["eps"] = sparse_optimizer.eps
-        sharder = EmbeddingCollectionSharder(fused_params=fused)
-        path, collection = next(
-            (path, m)
-            for path, m in WeightedLoss(self._module).named_modules()
-            if isinstance(m, EmbeddingCollection)
-        )
-        plan = construct_module_sharding_plan(
-            collection,
-            {name: row_wise(compute_kernel="fused") for name in self.tables},
-            sharder=sharder,
-            local_size=self._world,
-            world_size=self._world,
-            device_type="cpu",
-        )
-        return DistributedModelParallel(
-            WeightedLoss(self._module),
-            env=ShardingEnv.from_process_group(self._group),
-            device=torch.device("cpu"),
-            plan=ShardingPlan({path: plan}),
-            sharders=[sharder],
-        )
 
     def _optimizer(self, dense_optimizer: DenseOptimizer) -> CombinedOptimizer:
         def build(parameters: list[nn.Parameter]) -> Any:
@@ -173,9 +150,7 @@ class TorchRecTrainer:
     def progress(self, batches: Iterator[Batch]) -> StepResult:
         if self._batches is None or self._batches.source is not batches:
             count = self._batches.count if self._batches else self._trained
-            self._batches = AlignedBatches(
-                batches, self._features, self._control, self._world, count, self._clock
-            )
+            self._batches = AlignedBatches(batches, self._features, self._control, self._world, count, self._clock)
         with self._observer.step() if self._observer else nullcontext():
             losses = self._pipeline.progress(self._batches)
         batch, step = self._current, self._trained
@@ -193,14 +168,12 @@ class TorchRecTrainer:
 
     def table(self, name: str) -> Tensor:
         table = self.tables[name]
-        block = -(-table.rows // self._world)
-        mine = torch.zeros(block, table.dim)
-        for shard_name, _, weight, _ in shards(self._collection):
-            if shard_name == name:
-                mine[: len(weight)] = weight
-        blocks = [torch.empty_like(mine) for _ in range(self._world)]
-        dist.all_gather(blocks, mine, group=self._group)
-        return torch.cat(blocks)[: table.rows]
+        whole = torch.zeros(table.rows, table.dim)
+        for shard in shards(self._collection):
+            if shard.table == name:
+                whole[shard.first : shard.first + len(shard.weight)] = shard.weight
+        dist.all_reduce(whole, group=self._sharding_group)
+        return whole
 
     def dense_state(self) -> dict[str, Tensor]:
         named = self._module.named_parameters()
@@ -212,8 +185,8 @@ class TorchRecTrainer:
             "batches": self._trained,
             "world": self._world,
             "tables": {
-                name: {"first": first, "weight": weight.clone(), "state": [s.clone() for s in state]}
-                for name, first, weight, state in shards(self._collection)
+                s.table: {"first": s.first, "weight": s.weight.clone(), "state": [x.clone() for x in s.state]}
+                for s in shards(self._collection)
             },
             "dense": {name: value.clone() for name, value in self.dense_state().items()},
             "dense_optimizer": deepcopy(self._dense_optimizer.state_dict()),
@@ -227,16 +200,17 @@ class TorchRecTrainer:
             )
         self._drop_in_flight()
         with torch.no_grad():
-            for name, _, weight, optimizer_state in shards(self._collection):
-                saved = state["tables"][name]
-                for mine, theirs in zip(
-                    [weight, *optimizer_state], [saved["weight"], *saved["state"]], strict=True
-                ):
+            for shard in shards(self._collection):
+                saved = state["tables"][shard.table]
+                pairs = zip([shard.weight, *shard.state], [saved["weight"], *saved["state"]], strict=True)
+                for mine, theirs in pairs:
                     mine.copy_(theirs)
             for name, value in self.dense_state().items():
                 value.copy_(state["dense"][name])
         self._dense_optimizer.load_state_dict(deepcopy(state["dense_optimizer"]))
         self._trained = state["batches"]
+        # TorchRec counts batches by their contexts, and synchronises replicas by that count.
+        self._pipeline._next_index = self._trained
         self._batches = None
 
     def close(self) -> None:
@@ -253,48 +227,8 @@ class TorchRecTrainer:
         self._pipeline.reset()
 
 
-def shards(collection: ShardedEmbeddingCollection) -> Iterator[tuple[str, int, Tensor, list[Tensor]]]:
-    """This rank's part of every table: name, first row, weight [rows here, dim], optimizer state [rows here] each.
-
-    The tensors are the live ones.
-    """
-    for lookup in collection._lookups:
-        for kernel in lookup._emb_modules:
-            tables = kernel._config.embedding_tables
-            weights = kernel.emb_module.split_embedding_weights()
-            states = kernel.emb_module.split_optimizer_states()
-            for i, (table, weight) in enumerate(zip(tables, weights, strict=True)):
-                yield (
-                    table.name,
-                    table.local_metadata.shard_offsets[0],
-                    weight,
-                    list(states[i]) if states else [],
-                )
-
-
-def _load_initial_rows(
-    collection: ShardedEmbeddingCollection, tables: Mapping[str, TableConfig], seed: int
-) -> None:
-    with torch.no_grad():
-        for name, first, weight, _ in shards(collection):
-            weight.copy_(initial_rows(seed, tables[name], first, first + len(weight)))
-
-
-def _configs(tables: tuple[TableConfig, ...]) -> list[EmbeddingConfig]:
-    return [
-        EmbeddingConfig(
-            name=table.name,
-            num_embeddings=table.rows,
-            embedding_dim=table.dim,
-            feature_names=list(table.features),
-        )
-        for table in tables
-    ]
-
-
 def _without_samples(features: Mapping[str, Any]) -> dict[str, Any]:
     """The embedded features of a batch without samples, the padding sample taken out of their lengths."""
     return {
-        name: type(jagged)(values=jagged.values(), lengths=jagged.lengths()[:0])
-        for name, jagged in features.items()
+        name: type(jagged)(values=jagged.values(), lengths=jagged.lengths()[:0]) for name, jagged in features.items()
     }

@@ -17,6 +17,7 @@ B  from `backward()` to the launch of G
 G  from the launch of the gradient All2All over its wait, division and permutation to the update
 U  the lookup's backward, which holds the fused optimizer                                 (autograd node hooks)
 A  DDP's AllReduce, first launch to last completion, by DDP's own timers                  (`Logger`)
+D  `DMPCollection.sync()`, where tables are replicated: the AllReduce of weights and optimizer state over replicas
 O  `optimizer.step()`
 
 The All2Alls are seen by replacing `torch.distributed.all_to_all_single` while a step of ours runs: the
@@ -35,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from baselines.torchrec_batch import KeyedBatch
@@ -142,12 +144,23 @@ class Observer:
     # ---- where it listens ----
 
     def attach(
-        self, collection: ShardedEmbeddingCollection, pipeline: TrainPipelineSparseDist, ddp: nn.Module
+        self, collection: ShardedEmbeddingCollection, pipeline: TrainPipelineSparseDist, dmp: DistributedModelParallel
     ) -> None:
-        """``ddp``: what carries the dense gradients, DistributedDataParallel where there are dense weights."""
+        """``dmp``: around DistributedDataParallel where there are dense weights."""
         self._watch_keys(pipeline)
         self._watch_lookup(collection)
-        self._watch_dense(pipeline, ddp)
+        self._watch_dense(pipeline, dmp._dmp_wrapped_module)
+        if isinstance(dmp, DMPCollection):
+            self._watch_replicas(dmp)
+
+    def _watch_replicas(self, dmp: DMPCollection) -> None:
+        synchronise = dmp.sync
+
+        def timed(include_optimizer_state: bool = True) -> None:
+            with self.host("D", self._batch):
+                synchronise(include_optimizer_state)
+
+        dmp.sync = timed  # type: ignore[method-assign]
 
     def _watch_keys(self, pipeline: TrainPipelineSparseDist) -> None:
         start_dist, wait_dist = pipeline.start_sparse_data_dist, pipeline.wait_sparse_data_dist

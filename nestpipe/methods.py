@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 
 from nestpipe import schedule
@@ -26,12 +26,23 @@ class UnknownMethod(ValueError):
 
 
 @dataclass(frozen=True)
+class MethodOptions:
+    """What a run chooses for methods that replicate tables; also the sparse update rule, since marks depend on it."""
+
+    replica_groups: int = 2
+    """Groups of ranks that hold a whole copy of the tables each, for 2D-SP alone and with NestPipe."""
+    sync_interval: int = 1
+    """Batches from one averaging of 2D-SP's replicas to the next."""
+    sparse_optimizer: str = "rowwise_adagrad"
+
+
+@dataclass(frozen=True)
 class Method:
     """``schedule``: micro-batches -> Schedule. ``build``: (spec, optimizers, seed, micro-batches) -> Trainer.
 
     ``paper_method``: the method of the paper whose numbers stand beside this one's. ``observed``:
     the schedule is declared and the order of a run is taken from its trace (foreign pipelines).
-    ``micro_batches``: fixed number, None where the caller chooses.
+    ``micro_batches``: fixed number, None where the caller chooses. ``adapt``: the method under other options.
     """
 
     name: str
@@ -41,6 +52,11 @@ class Method:
     paper_method: str | None = None
     observed: bool = False
     micro_batches: int | None = None
+    adapt: Callable[[Method, MethodOptions], Method] | None = None
+
+    def under(self, options: MethodOptions) -> Method:
+        """This method as ``options`` have it; itself where they do not matter to it."""
+        return self.adapt(self, options) if self.adapt else self
 
 
 def scheduled_method(
@@ -102,9 +118,9 @@ def find_method(name: str) -> Method:
             raise UnknownMethod(f"method '{plain}' ({entries[plain].value}) cannot be loaded: {error}") from error
     if micro_batches is None:
         return method
-    if method.observed or method.name == "dbp-only" or int(micro_batches) < 1:
+    if method.observed or method.name in ("dbp-only", "uniemb") or int(micro_batches) < 1:
         raise UnknownMethod(f"'{name}': {method.name} cannot run {micro_batches} micro-batches")
     chosen = int(micro_batches)
     title = f"{method.name}({chosen})"
     paper = method.paper_method if chosen == (method.micro_batches or chosen) else None
-    return Method(title, method.summary, method.schedule, method.build, paper, method.observed, chosen)
+    return replace(method, name=title, paper_method=paper, micro_batches=chosen)

@@ -20,7 +20,7 @@ from nestpipe.data.dataset import Dataset
 from nestpipe.data.loader import load_dataset
 from nestpipe.evaluation import evaluate
 from nestpipe.launch import RankPool, send_to_launcher
-from nestpipe.methods import Method, find_method
+from nestpipe.methods import Method, MethodOptions, find_method
 from nestpipe.models.task import build_model_spec
 from nestpipe.records import METRICS, Record, metrics_from_times, provenance
 from nestpipe.testbed import parse_testbed
@@ -47,6 +47,10 @@ class RunConfig:
     """Train this many passes over the data instead of `steps`."""
     micro_batches: int = 8
     """Micro-batches per batch, for methods with a frozen window."""
+    replica_groups: int = 2
+    """Groups of ranks that hold a whole copy of the tables each, for the methods with 2d-sp in their name."""
+    sync_interval: int = 1
+    """Batches from one averaging of 2d-sp's replicas to the next."""
     testbed: str = "loopback"
     """loopback, or netns:200mbit,1ms: one host per rank by network namespaces, with rate and one-way delay."""
     pace_dense: float = 0.0
@@ -68,6 +72,12 @@ class RunConfig:
     @property
     def method_names(self) -> list[str]:
         return [name.strip() for name in self.methods.split(",") if name.strip()]
+
+    @property
+    def chosen(self) -> list[Method]:
+        """Raises UnknownMethod."""
+        options = MethodOptions(self.replica_groups, self.sync_interval, self.optimizer.sparse_optimizer)
+        return [find_method(name).under(options) for name in self.method_names]
 
 
 class ConfigError(ValueError):
@@ -106,6 +116,8 @@ def validate(config: RunConfig) -> list[Method]:
         "--steps": config.steps,
         "--rounds": config.rounds,
         "--micro-batches": config.micro_batches,
+        "--replica-groups": config.replica_groups,
+        "--sync-interval": config.sync_interval,
         "--epochs": 1 if config.epochs is None else config.epochs,
     }
     for option, value in positive.items():
@@ -120,7 +132,11 @@ def validate(config: RunConfig) -> list[Method]:
     if config.seed < 0:
         raise ConfigError(f"--seed must not be negative, got {config.seed}")
     parse_testbed(config.testbed)
-    return [find_method(name) for name in config.method_names]
+    if any("2d-sp" in name for name in config.method_names) and config.workers % config.replica_groups:
+        raise ConfigError(
+            f"--workers {config.workers} cannot be split into --replica-groups {config.replica_groups} of equal size"
+        )
+    return config.chosen
 
 
 def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
@@ -187,7 +203,7 @@ def train_on_rank(config: RunConfig) -> dict[str, RankResult]:
     dataset = load_dataset(config.data, config.model, config.seed)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sparse = SparseOptimizer(config.optimizer.sparse_optimizer, config.optimizer.sparse_lr, config.optimizer.sparse_eps)
-    methods = [find_method(name) for name in config.method_names]
+    methods = config.chosen
     trainers, sources = {}, {}
     for method in methods:
         spec = build_model_spec(training, dataset)

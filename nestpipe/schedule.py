@@ -255,6 +255,12 @@ def folded(template: Schedule, into: Mapping[str, str]) -> Schedule:
     return replace(template, ops=tuple(replace(o, lane=into.get(o.lane, o.lane)) for o in template.ops))
 
 
+def marked(template: Schedule, stages: str, mark: str) -> Schedule:
+    """The schedule with ``mark`` on every operation of the stages, given by their letters."""
+    added = lambda o: replace(o, marks=(*o.marks, mark)) if o.ref.stage in stages else o  # noqa: E731
+    return replace(template, ops=tuple(map(added, template.ops)))
+
+
 def one_at_a_time(ops: Sequence[Op]) -> list[Op]:
     """Chain the ops of a step: each waits for the one before it, the first for the last of the step before."""
     previous = [ops[-1].ref._replace(batch=ops[-1].ref.batch - 1), *(o.ref for o in ops[:-1])]

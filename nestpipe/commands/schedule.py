@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,7 @@ import tyro
 
 from nestpipe.consistency import check
 from nestpipe.drawing import grid
-from nestpipe.methods import find_method
+from nestpipe.methods import MethodOptions, UnknownMethod, find_method
 from nestpipe.schedule import STAGES, Schedule
 from nestpipe.schedule_text import load, to_text
 
@@ -24,6 +24,7 @@ class ScheduleCommand:
     """A method (see `nestpipe methods`), or a file with a schedule in text form."""
     micro_batches: int = 4
     """Micro-batches per batch, for methods with a frozen window."""
+    options: Annotated[tyro.conf.OmitArgPrefixes[MethodOptions], tyro.conf.arg(name="")] = field(default_factory=MethodOptions)
     check: bool = False
     """Say whether this is synchronous training: exit 0, or exit 1 naming each stale read or race."""
     text: bool = False
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     command = tyro.cli(ScheduleCommand, prog="nestpipe schedule", args=arguments)
     if command.micro_batches < 1:
         raise ValueError(f"--micro-batches must be at least 1, not {command.micro_batches}")
-    template = _find(command.method, command.micro_batches)
+    template = _find(command.method, command.micro_batches, command.options)
     if command.text:
         print(to_text(template), end="")
         return 0
@@ -64,8 +65,11 @@ def main(arguments: Sequence[str]) -> int:
     return 1
 
 
-def _find(name: str, micro_batches: int) -> Schedule:
+def _find(name: str, micro_batches: int, options: MethodOptions) -> Schedule:
     if "/" in name or Path(name).suffix or Path(name).is_file():
         return load(name)
-    method = find_method(name)
+    try:
+        method = find_method(name).under(options)
+    except UnknownMethod as error:
+        raise UnknownMethod(f"{error}; and there is no file of that name") from None
     return method.schedule(method.micro_batches or micro_batches)
