@@ -124,19 +124,22 @@ def _choose(setting: Setting, method: SimulatedMethod, workers: Sequence[int], f
     tables = {
         n: [stage_seconds(setting.cluster(method, size), setting.workload, n) for size in workers] for n in counts
     }
-    steps = np.array([steady_step(method, n, tables[n]) for n in counts])
+    one_link = setting.profile.hardware.one_link
+    steps = np.array([steady_step(method, n, tables[n], one_link) for n in counts])
     best = [int(np.flatnonzero(row <= row.min() * (1 + WORTH_IT))[0]) for row in steps.T]
     chosen: dict[int, Choice] = {}
     for n in dict.fromkeys(counts[b] for b in best):
         places = [i for i, b in enumerate(best) if counts[b] == n]
-        limits = _limits(method, n, [tables[n][i] for i in places])
+        limits = _limits(method, n, [tables[n][i] for i in places], one_link)
         for i, limit in zip(places, limits, strict=True):
             step = float(steps[best[i], i])
             chosen[i] = Choice(method.name, workers[i], n, step, {}, limit, not objection(method), objection(method))
     return [chosen[i] for i in range(len(workers))]
 
 
-def _limits(method: SimulatedMethod, n: int, tables: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+def _limits(
+    method: SimulatedMethod, n: int, tables: Sequence[Mapping[str, float]], one_link: bool
+) -> list[dict[str, float]]:
     """``Choice.limits`` under each of several cost tables."""
     lanes = sorted({op.lane for op in method.schedule(n).ops})
     tried = [
@@ -144,13 +147,13 @@ def _limits(method: SimulatedMethod, n: int, tables: Sequence[Mapping[str, float
         for table in tables
         for lane in ("", *lanes)
     ]
-    steps = steady_step(method, n, tried).reshape(len(tables), -1)
+    steps = steady_step(method, n, tried, one_link).reshape(len(tables), -1)
     return [dict(zip(lanes, (1 - row[1:] / row[0]) * 1000, strict=True)) for row in steps]
 
 
 def _with_parts(setting: Setting, method: SimulatedMethod, choice: Choice) -> Choice:
     table = stage_seconds(setting.cluster(method, choice.workers), setting.workload, choice.micro_batches)
-    times = steady_steps(method, choice.micro_batches, [table])
+    times = steady_steps(method, choice.micro_batches, [table], setting.profile.hardware.one_link)
     return replace(choice, parts_ms={name: float(values[0]) for name, values in times.items() if name != "step"})
 
 

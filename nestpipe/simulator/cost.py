@@ -57,7 +57,7 @@ def stage_seconds(cluster: Cluster, workload: Workload, micro_batches: int) -> d
     exchange = all2all_seconds(cluster, sent)
     growth = lookup_growth(h, n) * (h.replica_lookup if cluster.groups > 1 else 1.0)
     moved = rows * w.row_bytes
-    return {
+    seconds = {
         "P": w.batch_size / h.input_samples_per_s,
         "H": w.input_bytes / h.pcie_bytes_per_s,
         "K": w.key_count / h.routing_keys_per_s * growth
@@ -75,6 +75,12 @@ def stage_seconds(cluster: Cluster, workload: Workload, micro_batches: int) -> d
         "O": _ADAM_PASSES * w.dense_bytes / h.hbm_bytes_per_s,
         "W": moved / h.write_bytes_per_s + moved / h.pcie_bytes_per_s,
     }
+    alone = {"E", "G", "D"} if cluster.group_size == 1 else {"D"} if cluster.groups == 1 else set()
+    alone |= {"A"} if n == 1 else set()
+    for stage, fixed in h.stage_overhead.items():
+        seconds[stage] += 0.0 if stage in alone else fixed
+    pace = w.pace_dense_s / micro_batches
+    return {**seconds, "F": max(seconds["F"], pace / 3), "B": max(seconds["B"], pace * 2 / 3)}
 
 
 def dense_seconds(hardware: Hardware, workload: Workload, micro_batches: int) -> float:

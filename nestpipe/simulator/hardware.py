@@ -7,12 +7,15 @@ dense time that holds updates and the dense AllReduce).
 from __future__ import annotations
 
 import math
+import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from nestpipe.schedule import STAGES
 
 
 class ProfileError(ValueError):
@@ -71,6 +74,10 @@ class Hardware:
     """2D-SP: its lookup relative to that of one group."""
     replica_sync: float = 1.0
     """2D-SP: replica synchronisation relative to an All2All of the batch without congestion."""
+    one_link: bool = False
+    """AllReduce and replica synchronisation share the All2All's link, so they queue behind each other."""
+    stage_overhead: Mapping[str, float] = field(default_factory=dict)
+    """Fixed seconds of an operation, by stage letter."""
     notes: tuple[str, ...] = ()
     """Sources and assumptions."""
 
@@ -83,6 +90,10 @@ class Hardware:
             _not_negative(self.name, name, getattr(self, name))
         for name in (f.name for f in fields(self) if f.name.endswith("_s") and f.name not in positive):
             _not_negative(self.name, name, getattr(self, name))
+        for stage, value in self.stage_overhead.items():
+            if stage not in STAGES:
+                raise ProfileError(f"hardware '{self.name}': stage_overhead names stage '{stage}', which does not exist")
+            _not_negative(self.name, f"stage_overhead of {stage}", value)
         if not 0 < self.forward_share < 1:
             raise ProfileError(f"hardware '{self.name}': forward_share is {self.forward_share}, must be inside 0..1")
 
@@ -90,6 +101,12 @@ class Hardware:
 def _not_negative(hardware: str, name: str, value: float) -> None:
     if not 0 <= value < math.inf:
         raise ProfileError(f"hardware '{hardware}': {name} is {value}, must be a number of at least 0")
+
+
+def local_profile() -> Path:
+    """Where ``nestpipe calibrate`` keeps this machine's profile, known as ``local``."""
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "nestpipe" / "local.toml"
 
 
 def known_profiles() -> list[str]:
@@ -104,11 +121,15 @@ def load_profile_text(name_or_path: str) -> dict[str, Any]:
     try:
         if name_or_path in known_profiles():
             text = (files("nestpipe.simulator") / "profiles" / f"{name_or_path}.toml").read_text(encoding="utf-8")
+        elif name_or_path == "local":
+            if not local_profile().is_file():
+                raise ProfileError("hardware 'local' has not been measured: run 'nestpipe calibrate' first")
+            text = local_profile().read_text(encoding="utf-8")
         elif path.suffix == ".toml" and path.is_file():
             text = path.read_text(encoding="utf-8")
         else:
             known = ", ".join(known_profiles())
-            raise ProfileError(f"unknown hardware '{name_or_path}': one of {known}, or a .toml file")
+            raise ProfileError(f"unknown hardware '{name_or_path}': one of {known}, local, or a .toml file")
         return tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ProfileError(f"hardware '{name_or_path}': cannot be read as TOML ({error})") from error
@@ -120,6 +141,8 @@ def hardware_from_table(name: str, table: Mapping[str, Any]) -> Hardware:
     for key, value in table.items():
         if key not in kinds:
             raise ProfileError(f"hardware '{name}': unknown key '{key}'")
+        if kinds[key] == "Mapping[str, float]" and not isinstance(value, dict):
+            raise ProfileError(f"hardware '{name}': {key} must be a table of numbers, not {value!r}")
         if kinds[key] in ("float", "int") and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ProfileError(f"hardware '{name}': {key} must be a number, not {value!r}")
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
@@ -131,7 +154,7 @@ def hardware_from_table(name: str, table: Mapping[str, Any]) -> Hardware:
 
 def hardware_to_toml(hardware: Hardware, workload: Mapping[str, Any] | None = None) -> str:
     """A profile file's text; keys at their defaults are left out."""
-    defaults = {f.name: f.default for f in fields(Hardware)}
+    defaults = {f.name: {} if f.name == "stage_overhead" else f.default for f in fields(Hardware)}
     lines = ["[hardware]"]
     for name, value in asdict(hardware).items():
         if name in ("name", "notes") or value == defaults[name]:
@@ -144,6 +167,10 @@ def hardware_to_toml(hardware: Hardware, workload: Mapping[str, Any] | None = No
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{name} = {_toml(item)}" for name, item in value.items()) + " }"
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, list | tuple):

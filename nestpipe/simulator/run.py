@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from nestpipe.accounting import StepTimes, step_times
-from nestpipe.schedule import STAGES
+from nestpipe.schedule import STAGES, folded
 from nestpipe.simulator.cost import Cluster, stage_seconds
 from nestpipe.simulator.lanes import LanePlan, lane_plan, run_lanes
 from nestpipe.simulator.methods import SimulatedMethod
@@ -94,9 +94,12 @@ def _lognormal(spread: float, workers: int, *key: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=128)
-def plan_of(method: SimulatedMethod, micro_batches: int, batches: int) -> LanePlan:
-    """The lane plan of ``batches`` batches."""
-    return lane_plan(method.schedule(micro_batches).unroll(batches))
+def plan_of(method: SimulatedMethod, micro_batches: int, batches: int, one_link: bool = False) -> LanePlan:
+    """The lane plan of ``batches`` batches. ``one_link``: see ``Hardware``."""
+    template = method.schedule(micro_batches)
+    if one_link:
+        template = folded(template, {"allreduce": "all2all", "replicas": "all2all"})
+    return lane_plan(template.unroll(batches))
 
 
 def mean_seconds(plan: LanePlan, stages: Sequence[Mapping[str, float]]) -> np.ndarray:
@@ -119,7 +122,7 @@ def simulate_timeline(
 
     Without noise all workers are alike, and one column stands for all of them.
     """
-    plan = plan_of(method, micro_batches, WARM_UP + steps + DRAIN)
+    plan = plan_of(method, micro_batches, WARM_UP + steps + DRAIN, cluster.hardware.one_link)
     stages = stage_seconds(cluster, workload, plan_micro_batches(method, micro_batches))
     seconds = mean_seconds(plan, [stages])
     if noise.silent:
@@ -160,21 +163,23 @@ def _middle(times: StepTimes, steps: int) -> StepTimes:
 
 
 def steady_steps(
-    method: SimulatedMethod, micro_batches: int, stages: Sequence[Mapping[str, float]]
+    method: SimulatedMethod, micro_batches: int, stages: Sequence[Mapping[str, float]], one_link: bool = False
 ) -> dict[str, np.ndarray]:
     """Milliseconds of a steady step under each of several cost tables (one worker each), by name of ``StepTimes``.
 
     All tables run in one pass; the mean over twelve steps, since a pipeline held up by a host stage
     may alternate between longer and shorter ones.
     """
-    plan = plan_of(method, micro_batches, WARM_UP + 12 + DRAIN)
+    plan = plan_of(method, micro_batches, WARM_UP + 12 + DRAIN, one_link)
     times = _middle(step_times(run_lanes(plan, mean_seconds(plan, stages), 1, 1)), 12)
     return {name: values.mean(axis=0) for name, values in times.ms.items()}
 
 
-def steady_step(method: SimulatedMethod, micro_batches: int, stages: Sequence[Mapping[str, float]]) -> np.ndarray:
+def steady_step(
+    method: SimulatedMethod, micro_batches: int, stages: Sequence[Mapping[str, float]], one_link: bool = False
+) -> np.ndarray:
     """Milliseconds [len(stages)]: ``step`` of ``steady_steps`` alone, without the account of its parts."""
-    plan = plan_of(method, micro_batches, WARM_UP + 12 + DRAIN)
+    plan = plan_of(method, micro_batches, WARM_UP + 12 + DRAIN, one_link)
     last = {op.ref.batch: i for i, op in enumerate(plan.ops) if op.lane == "compute"}
     end = run_lanes(plan, mean_seconds(plan, stages), 1, 1).end
     return (end[last[WARM_UP + 11]] - end[last[WARM_UP - 1]]) / 12 * 1e3
