@@ -92,7 +92,9 @@ class Hardware:
             _not_negative(self.name, name, getattr(self, name))
         for stage, value in self.stage_overhead.items():
             if stage not in STAGES:
-                raise ProfileError(f"hardware '{self.name}': stage_overhead names stage '{stage}', which does not exist")
+                raise ProfileError(
+                    f"hardware '{self.name}': stage_overhead names stage '{stage}', which does not exist"
+                )
             _not_negative(self.name, f"stage_overhead of {stage}", value)
         if not 0 < self.forward_share < 1:
             raise ProfileError(f"hardware '{self.name}': forward_share is {self.forward_share}, must be inside 0..1")

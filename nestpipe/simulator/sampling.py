@@ -6,6 +6,7 @@ The sampled workers are threads that exchange through memory: the routing is the
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -75,6 +76,8 @@ def measure_keys(
         plans = _route(dataset, worker_counts[0], n, batches)
         duplication[n] = float(np.mean([p.travelling / p.distinct for rank in plans for p in rank]))
     exponent, error = _power(worker_counts, np.array(rows) * worker_counts)
+    if len(worker_counts) == 1 and worker_counts[0] > 1:
+        exponent = 1 + math.log(rows[0] / distinct) / math.log(worker_counts[0])  # exact there
     growth, start = np.polyfit(np.log2(worker_counts), overlap, 1) if len(worker_counts) > 1 else (0.0, overlap[0])
     return KeyStatistics(
         keys_per_sample=keys / data.batch_size,
