@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nestpipe.accounting import StepTimes, joined, step_times
 from nestpipe.clock import clock_offset
+from nestpipe.clustering import clustered
 from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from nestpipe.data.dataset import Dataset
 from nestpipe.data.loader import load_dataset
@@ -47,6 +48,8 @@ class RunConfig:
     """Train this many passes over the data instead of `steps`."""
     micro_batches: int = 8
     """Micro-batches per batch, for methods with a frozen window."""
+    clustering: bool = False
+    """Put samples that share keys into one micro-batch (key-centric clustering), so that fewer keys travel."""
     replica_groups: int = 2
     """Groups of ranks that hold a whole copy of the tables each, for the methods with 2d-sp in their name."""
     sync_interval: int = 1
@@ -211,7 +214,8 @@ def train_on_rank(config: RunConfig) -> dict[str, RankResult]:
         trainers[method.name] = method.build(
             spec, sparse, dense_optimizer(config.optimizer), config.seed, micro_batches
         )
-        sources[method.name] = dataset.batches(rank, world_size)
+        source = dataset.batches(rank, world_size)
+        sources[method.name] = clustered(source, spec.tables, micro_batches) if config.clustering else source
     results: dict[str, list[StepResult]] = {method.name: [] for method in methods}
     rounds = _rounds(config, (config.epochs or 0) * dataset.steps_per_epoch(world_size))
     total = sum(rounds)
