@@ -1,0 +1,215 @@
+"""Grid files: TOML that says once what to sweep and where to run it. See ``slurm/grids/`` and ``slurm/README.md``."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from baselines.simulated import METHODS
+from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig
+from slurm.point import AXES, AXIS_DEFAULTS, DEFAULTS, Point, expected
+from slurm.source import GridError, Source, holds, read_source
+
+GRIDS = Path(__file__).parent / "grids"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where points run and how jobs are asked for. Names and text go to sbatch as they are."""
+
+    tasks_per_node: int = 8
+    """Workers per node; points of fewer workers use part of one node."""
+    max_workers: int = 0
+    """Points of more workers are simulated instead of run (0: no limit)."""
+    hardware: str = "h100-ib"
+    """The simulator's profile: predicts node hours, and stands in for what is larger than the cluster."""
+    start_s: float = 60.0
+    """Seconds that a job spends before its first step, for the prediction."""
+    time: int = 60
+    """Time limit of a job in minutes."""
+    partition: str = ""
+    account: str = ""
+    constraint: str = ""
+    qos: str = ""
+    gpus_per_node: int = 0
+    cpus_per_task: int = 0
+    mem_gb: int = 0
+    setup: tuple[str, ...] = ()
+    """Shell lines before the ranks start: modules to load, variables to set."""
+    parallelism: int = 16
+    """Jobs of an array that run at the same time."""
+    signal_delay_s: int = 90
+    """Seconds before the time limit at which all ranks are told to save."""
+    max_timeouts: int = 3
+    """How often a job may reach its time limit and be requeued before it gives up."""
+    checkpoint_every: int = 0
+    """Steps between periodic checkpoints (0: only when told to)."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """``points``: no two alike, in the order of the file."""
+
+    name: str
+    path: Path
+    cluster: Cluster
+    points: tuple[Point, ...]
+
+
+def find_grid(name: str) -> Path:
+    """A grid of this project by name, or a file. Raises GridError, listing the known ones."""
+    if (shipped := GRIDS / f"{name}.toml").is_file():
+        return shipped
+    if not Path(name).is_file():
+        known = ", ".join(sorted(p.stem for p in GRIDS.glob("*.toml")))
+        raise GridError(f"no grid '{name}': one of {known}, or a .toml file")
+    return Path(name)
+
+
+def load_grid(path: Path, changes: Mapping[str, Any] | None = None) -> Grid:
+    """Read a grid; ``changes`` take the place of what its [cluster] says. Raises GridError with file and line."""
+    source = read_source(path)
+    for table in source.tables:
+        if table not in ("base", "sweep", "cluster"):
+            raise source.error(f"unknown table [{table}]; known are [base], [[sweep]], [cluster]", table, 0, table)
+    sweeps = source.tables.get("sweep")
+    if not isinstance(sweeps, list) or not sweeps:
+        raise source.error("a grid needs at least one [[sweep]]", "sweep")
+    cluster = _cluster(source, changes or {})
+    base = _base(source)
+    points: dict[str, Point] = {}
+    for index, sweep in enumerate(sweeps):
+        for point in _points(source, index, sweep, base, cluster):
+            points.setdefault(point.hash, point)
+    return Grid(path.stem, path, cluster, tuple(points.values()))
+
+
+def _cluster(source: Source, changes: Mapping[str, Any]) -> Cluster:
+    table = source.tables.get("cluster", {})
+    kinds = {f.name: f.default for f in fields(Cluster)}
+    source.check_keys("cluster", 0, table, kinds)
+    for key, value in table.items():
+        default = kinds[key]
+        if isinstance(default, tuple):
+            good, what = isinstance(value, list) and all(isinstance(x, str) for x in value), "a list of shell lines"
+        elif isinstance(default, str):
+            good, what = isinstance(value, str), "text in quotes"
+        else:
+            number = isinstance(value, int | float if isinstance(default, float) else int)
+            good, what = number and not isinstance(value, bool) and value >= 0, "a number of at least 0"
+        if not good:
+            raise source.error(f"{key} = {value!r} in [cluster] must be {what}", "cluster", 0, key)
+    said = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+    cluster = replace(Cluster(), **{**said, **{k: v for k, v in changes.items() if v is not None}})
+    for key in ("tasks_per_node", "time", "parallelism"):
+        if getattr(cluster, key) < 1:
+            raise source.error(f"{key} is {getattr(cluster, key)}; it must be at least 1", "cluster", 0, key)
+    if cluster.signal_delay_s >= cluster.time * 60:
+        text = f"signal_delay_s of {cluster.signal_delay_s} leaves no time in {cluster.time} min; make it shorter"
+        raise source.error(text, "cluster", 0, "signal_delay_s")
+    return cluster
+
+
+def _base(source: Source) -> dict[str, Any]:
+    table = source.tables.get("base", {})
+    source.check_keys("base", 0, table, [*AXES, *(k for k in DEFAULTS if k not in AXES)])
+    for key, value in table.items():
+        if wrong := expected(key, value):
+            raise source.error(f"{key} = {value!r} in [base] must be {wrong}", "base", 0, key)
+    return {**DEFAULTS, **AXIS_DEFAULTS, **table}
+
+
+def _points(
+    source: Source, index: int, sweep: Mapping[str, Any], base: Mapping[str, Any], cluster: Cluster
+) -> Iterator[Point]:
+    settings = [key for key in DEFAULTS if key not in AXES]
+    source.check_keys("sweep", index, sweep, [*AXES, "where", "name", *settings])
+    axes = {key: value for key, value in sweep.items() if key not in ("where", "name")}
+    for key, value in axes.items():
+        values = value if isinstance(value, list) else [value]
+        if not values:
+            raise source.error(f"{key} has no value", "sweep", index, key)
+        for one in values:
+            if wrong := expected(key, one):
+                raise source.error(f"{key}: {one!r} must be {wrong}", "sweep", index, key)
+        axes[key] = values
+    conditions = sweep.get("where", [])
+    if not isinstance(conditions, list) or not all(isinstance(c, str) for c in conditions):
+        raise source.error("where must be a list of conditions in quotes", "sweep", index, "where")
+    for chosen in itertools.product(*axes.values()):
+        setting = {**base, **dict(zip(axes, chosen, strict=True))}
+        try:
+            kept = all([holds(condition, setting) for condition in conditions])
+        except ValueError as error:
+            raise source.error(f"where: {error}", "sweep", index, "where") from None
+        if kept:
+            yield _point(source, index, sweep, setting, cluster)
+
+
+def _point(source: Source, index: int, sweep: Mapping[str, Any], values: Mapping[str, Any], cluster: Cluster) -> Point:
+    def impossible(key: str, text: str) -> GridError:
+        place = ("sweep", index, key) if key in sweep else ("base", 0, key)
+        if place not in source.lines:
+            place = ("sweep", index, "")
+        return source.error(f"{text}; change it, or leave the point out by a condition in where", *place)
+
+    workers, method, tasks = values["workers"], values["method"].strip(), cluster.tasks_per_node
+    for key in ("workers", "steps", "rounds", "replica_groups", "sync_interval"):
+        if values[key] < 1:
+            raise impossible(key, f"{key} is {values[key]}; it must be at least 1")
+    if values["seed"] < 0 or values["pace_dense"] < 0:
+        raise impossible("seed" if values["seed"] < 0 else "pace_dense", "must not be negative")
+    if values["rounds"] > values["steps"]:
+        raise impossible("rounds", f"rounds {values['rounds']} are more than steps {values['steps']}")
+    for group in (DataConfig, ModelConfig, OptimizerConfig):
+        names = [f.name for f in fields(group)]
+        try:
+            group(**{name: values[name] for name in names})
+        except ValueError as error:
+            raise impossible(next((n for n in names if n in str(error)), names[0]), str(error)) from None
+    simulated = 0 < cluster.max_workers < workers
+    if not simulated and workers > tasks and workers % tasks:
+        raise impossible("workers", f"{workers} workers do not fill nodes of {tasks} tasks")
+    if simulated and method not in METHODS:
+        raise impossible("workers", f"{workers} workers are more than the cluster has, and {method} has no simulation")
+    if "2d-sp" in method and workers % values["replica_groups"]:
+        raise impossible("workers", f"{workers} workers do not split into {values['replica_groups']} replica groups")
+    batch, micro = values["batch_size"], values["micro_batch"]
+    if micro is not None and (micro < 1 or batch % micro):
+        raise impossible("micro_batch", f"micro_batch {micro} does not divide the batch of {batch}")
+    count = min(8, batch) if micro is None else batch // micro
+    try:
+        count = fixed_micro_batches(method) or count
+    except ValueError as error:
+        raise impossible("method", str(error)) from None
+    changed = {key: values[key] for key in DEFAULTS if values[key] != DEFAULTS[key]}
+    return Point(method, workers, count, values["seed"], changed, simulated, cluster.hardware if simulated else "")
+
+
+def fixed_micro_batches(method: str) -> int | None:
+    """Micro-batches of a method that leaves no choice: ``serial`` and ``nestpipe(4)``. Raises UnknownMethod."""
+    if (known := METHODS.get(method)) is not None:
+        return known.micro_batches
+    if (match := re.fullmatch(r"([a-z-]+)\((\d+)\)", method)) and match[1] in METHODS and int(match[2]) > 0:
+        return int(match[2])
+    from nestpipe.methods import find_method  # imports torch, which a preview of known methods does without
+
+    return find_method(method).micro_batches
+
+
+def shape(point: Point, cluster: Cluster) -> tuple[int, int]:
+    """Nodes and tasks per node of a point's job."""
+    tasks = min(point.workers, cluster.tasks_per_node)
+    return -(-point.workers // tasks), tasks
+
+
+def by_shape(points: Sequence[Point], cluster: Cluster) -> dict[tuple[int, int], list[Point]]:
+    """Points of one job shape together: an array has one shape."""
+    shapes: dict[tuple[int, int], list[Point]] = {}
+    for point in points:
+        shapes.setdefault(shape(point, cluster), []).append(point)
+    return shapes
