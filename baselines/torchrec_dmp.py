@@ -47,6 +47,7 @@ from baselines.torchrec_sharding import (  # noqa: E402
     shards,
 )
 from baselines.torchrec_traffic import Traffic  # noqa: E402
+from nestpipe.collectives import error_on_its_way  # noqa: E402
 from nestpipe.data.batch import Batch  # noqa: E402
 from nestpipe.trace import Span  # noqa: E402
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult  # noqa: E402
@@ -214,6 +215,8 @@ class TorchRecTrainer:
         self._batches = None
 
     def close(self) -> None:
+        if error_on_its_way():
+            return
         self._drop_in_flight()
         self._pipeline.detach()
         dist.barrier(group=self._control)

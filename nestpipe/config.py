@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,7 +36,7 @@ class DataConfig:
     """Samples of a history longer than the model reads: the latest items alone, or consecutive pieces of it."""
 
     def __post_init__(self) -> None:
-        _require(self.data_scale > 0, f"data_scale is {self.data_scale}; it must be above 0")
+        _require(0 < self.data_scale < math.inf, f"data_scale is {self.data_scale}; it must be a number above 0")
         for name in ("interest_clusters", "batch_size", "negatives"):
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
 
@@ -75,6 +76,11 @@ class OptimizerConfig:
     """Optimizer of the dense network (torch.optim)."""
     dense_lr: float = 1e-3
     """Learning rate of the dense network."""
+
+    def __post_init__(self) -> None:
+        for name in ("sparse_lr", "sparse_eps", "dense_lr"):
+            value = getattr(self, name)
+            _require(0 <= value < math.inf, f"{name} is {value}; it must be a number of at least 0")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestpipe.collectives import Exchange
+from nestpipe.collectives import Exchange, error_on_its_way
 from nestpipe.consistency import unfinished_steps
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.embedding.collection import ReceivedEmbeddings
@@ -133,8 +133,9 @@ class Engine:
 
     def close(self) -> None:
         self._lanes.close()
-        for exchange in self._exchanges.values():
-            exchange.close()
+        if not error_on_its_way():
+            for exchange in self._exchanges.values():
+                exchange.close()
 
     # ---- running ----
 

@@ -101,8 +101,10 @@ class ThreadLanes:
         for lane in self._lanes.values():
             with lane.changed:
                 lane.changed.notify_all()
+        # After an error a lane may be left inside a collective that no peer joins; it ends with the process.
+        deadline = time.monotonic() + (0.5 if self._error else 5.0)
         for thread in self._threads:
-            thread.join(timeout=5.0)
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
     def take_spans(self) -> list[Span]:
         spans, self._spans = self._spans, []

@@ -173,15 +173,22 @@ def _commit() -> str | None:
 
 
 def require_writable(path: Path) -> None:
-    """Try to write beside ``path`` and leave nothing there but its folder. Raises RecordError with the reason."""
+    """Try to write the file ``path`` and leave nothing there but its folder. Raises RecordError with the reason."""
     if path.is_dir():
         raise RecordError(f"cannot write {path}: it is a folder; name a file in it")
+    require_writable_folder(path.parent)
+
+
+def require_writable_folder(folder: Path) -> None:
+    """Make ``folder`` if need be, and try to write in it. Raises RecordError with the reason."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
+    except (FileExistsError, NotADirectoryError):
+        raise RecordError(f"cannot write into {folder}: it is no folder; choose another place") from None
     except OSError as error:
-        raise RecordError(f"cannot write {path}: {error.strerror}; choose another place") from None
+        raise RecordError(f"cannot write into {folder}: {error.strerror}; choose another place") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -97,7 +97,7 @@ class Trainer(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:
-        """End threads and process groups. Collective."""
+        """End threads and process groups. Collective, unless an error is being handled (``finally``): then local."""
         ...
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from nestpipe.records import Record, Store, require_writable, write_atomically
+from nestpipe.records import Record, Store, require_writable, require_writable_folder, write_atomically
 from nestpipe.run import MethodRun, RunConfig, run, validate
 from nestpipe.testbed import TestbedUnavailable
 from nestpipe.trace import perfetto_json
@@ -41,8 +41,10 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(stderr=True)
     config = RunConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(RunConfig)})
     validate(config)
-    for path in filter(None, (command.json, *(f / "any" for f in (command.store, command.trace) if f))):
-        require_writable(path)  # before anything is trained
+    if command.json:  # before anything is trained
+        require_writable(command.json)
+    for folder in filter(None, (command.store, command.trace)):
+        require_writable_folder(folder)
     runs = _run_with_progress(config, console)
     out = Console()
     out.print(_table([r.record for r in runs]))

@@ -1,0 +1,220 @@
+"""Bad input: one clear line (what, where, what to do), an exit status, no traceback for the user's errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from engine_runs import SPEC, Outcome, Setting, differences, make_batches, train
+
+from nestpipe import cli
+from nestpipe.data.batch import Batch, Jagged
+from nestpipe.engine import Engine
+from nestpipe.launch import RankError
+from nestpipe.schedule import nestpipe, serial
+
+GOOD = "1\t10\t5\t881250949\n"
+METHODS = r"one of .*nestpipe, .*serial, torchrec"
+
+#: command line -> what its message must say. `{there}`: a folder with the files below.
+COMMANDS = {
+    "run --methods nestpip": rf"unknown method 'nestpip', {METHODS}",
+    "run --methods serial,torchrec(4)": r"'torchrec\(4\)': torchrec cannot run 4 micro-batches",
+    "run --methods ,": r"--methods names no method; try --methods serial",
+    "run --methods serial,serial": r"--methods names a method twice: serial,serial",
+    "run --workers 0": r"--workers must be at least 1, not 0",
+    "run --workers -3": r"--workers must be at least 1, not -3",
+    "run --workers two": r"--workers.*'two'",
+    "run --steps 0": r"--steps must be at least 1, not 0",
+    "run --rounds 30": r"--rounds 30 is more than --steps 20",
+    "run --micro-batches 0": r"--micro-batches must be at least 1, not 0",
+    "run --epochs 0": r"--epochs must be at least 1, not 0",
+    "run --seed -1": r"--seed must not be negative, got -1",
+    "run --timeout 0": r"--timeout must be above 0 seconds, not 0",
+    "run --pace-dense nan": r"--pace-dense must be 0 or more milliseconds, not nan",
+    "run --batch-size 0": r"batch_size is 0; it must be at least 1",
+    "run --negatives -1": r"negatives is -1; it must be at least 1",
+    "run --data-scale inf": r"data_scale is inf; it must be a number above 0",
+    "run --sequence-length 0": r"sequence_length is 0; it must be at least 1",
+    "run --heads 3": r"width 64 is not divisible by heads 3",
+    "run --sparse-lr nan": r"sparse_lr is nan; it must be a number of at least 0",
+    "run --dense-lr -1": r"dense_lr is -1.0; it must be a number of at least 0",
+    "run --stepz 3": r"--stepz.*--steps INT",
+    "run --testbed loop": r"testbed 'loop': write loopback or netns:RATE,DELAY, e.g. netns:200mbit,1ms",
+    "run --testbed netns:fast": r"rate 'fast': write a number with kbit, mbit or gbit, e.g. 200mbit",
+    "run --testbed netns:200mbit,soon": r"delay 'soon': write a number with us, ms or s, e.g. 1ms",
+    "run --testbed netns:200mbit,1ms,hosts=0": r"after the rate comes at most one delay and one hosts=N",
+    "testbed up --hosts 0": r"a testbed has 1 to 250 hosts, not 0",
+    "run --dataset netflix": r"netflix.*synthetic.*movielens",
+    "run --dataset movielens": r"no file named; pass --data-path",
+    "run --dataset movielens --data-path {there}/none": r"/none: no such file; pass --data-path",
+    "run --dataset movielens --data-path {there}/empty": r"empty: the file is empty; expected tab-separated user, item",
+    "run --dataset movielens --data-path {there}/short": r"short:2: 3 tab-separated fields.*--on-bad-row skip",
+    "run --dataset movielens --data-path {there}/word": r"word:3: item id 'ten' is not a number.*correct the line",
+    "run --dataset movielens --data-path {there}/minus": r"minus:1: user id -1 is negative",
+    "run --dataset movielens --data-path {there}/huge": r"huge:2: item id 9999999999999999999 is too large",
+    "run --dataset movielens --data-path {there}/gap": r"gap:2: empty line",
+    "run --json {there}/file/out.json": r"cannot write into {there}/file: it is no folder; choose another place",
+    "run --json {there}": r"cannot write {there}: it is a folder; name a file in it",
+    "run --json /proc/none/out.json": r"cannot write into /proc/none: .*; choose another place",
+    "run --store {there}/file": r"cannot write into {there}/file: it is no folder",
+    "run --trace {there}/file": r"cannot write into {there}/file: it is no folder",
+    "schedule nope": r"unknown method 'nope', one of .*; and there is no file of that name",
+    "schedule {there}/none": r"/none: cannot be read as a schedule: .*No such file",
+    "schedule {there}": r"cannot be read as a schedule: .*Is a directory",
+    "schedule {there}/binary": r"/binary: cannot be read as a schedule: ",
+    "schedule {there}/empty": r"/empty: expected 'schedule NAME micro_batches=N' and at least one operation line",
+    "schedule {there}/short": r"/short:1: '1': unknown stage '1', one of P H K R",
+    "schedule nestpipe --micro-batches 0": r"--micro-batches must be at least 1, not 0",
+    "schedule": r"(?i)missing.*schedule",
+    "frobnicate": r"invalid choice: 'frobnicate' \(choose from",
+    "": r"required: COMMAND",
+}
+FILES = {
+    "file": b"",
+    "empty": b"",
+    "short": (GOOD + "2\t11\t4\n" + GOOD).encode(),
+    "word": (GOOD + GOOD + "2\tten\t4\t881250949\n").encode(),
+    "minus": b"-1\t10\t5\t881250949\n",
+    "huge": (GOOD + "1\t9999999999999999999\t5\t881250949\n").encode(),
+    "gap": (GOOD + "\n" + GOOD).encode(),
+    "binary": b"\xff\xfe\x00\x01",
+}
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("there")
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_line(there, line, capsys, monkeypatch):
+    def no_ranks(*arguments, **options):
+        raise AssertionError("ranks were started before the input was looked at")
+
+    monkeypatch.setattr("nestpipe.run.RankPool", no_ranks)
+    try:
+        status = cli.main(line.replace("{there}", str(there)).split())
+    except SystemExit as end:  # wrong options
+        status = end.code
+    out, error = capsys.readouterr()
+    assert status == 2 and "Traceback" not in error and not out
+    if error.startswith("nestpipe "):
+        assert error.count("\n") == 1  # one line
+    shown = " ".join(re.sub("[│─╭╮╰╯]", " ", error).split())
+    assert re.search(COMMANDS[line].replace("{there}", re.escape(str(there))), shown), shown
+
+
+def test_bad_rows_are_skipped_and_counted(tmp_path):
+    rows = [f"{user}\t{item}\t5\t{100 + item}\n" for user in range(1, 9) for item in range(1, 9)]
+    (tmp_path / "u.data").write_text("".join([*rows[:20], "1\t2\t3\n", *rows[20:], "x\t1\t1\t1\n"]))
+    out = tmp_path / "out.json"
+    small = "--batch-size 2 --negatives 4 --embedding-dim 8 --width 8 --sequence-length 4 --dense-layers 1"
+    words = f"run --methods nestpipe --workers 1 --steps 2 --rounds 1 {small}".split()
+    words += ["--dataset", "movielens", "--data-path", str(tmp_path), "--on-bad-row", "skip", "--json", str(out)]
+    done = subprocess.run([sys.executable, "-m", "nestpipe.cli", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text())["methods"]["nestpipe"]
+    (note,) = record["notes"]
+    assert note.startswith("2 malformed rows were skipped: ") and "u.data:21: 3 tab-separated fields" in note
+    assert "2 malformed rows were skipped" in done.stdout
+    assert len(record["losses"]) == 6 and all(loss > 0 for loss in record["losses"])  # 8 micro-batches of 2 samples
+
+
+BAD_KEYS = {"beyond the table": 41, "negative": -1, "int64 max": 2**63 - 1, "int64 min": -(2**63)}
+
+
+def train_with_bad_key(key: int, schedule=None, overlap: bool = True) -> Outcome:
+    setting = Setting()
+    batches = make_batches(6)
+    bad = batches[3].sparse["wanted"]
+    flat = bad.flat.clone()
+    flat[len(flat) // 2] = key
+    sparse = {**batches[3].sparse, "wanted": Jagged(flat, bad.counts)}
+    batches[3] = Batch(sparse, batches[3].sample_ids, batches[3].extra)
+    engine = Engine(
+        schedule or nestpipe(4), SPEC, setting.sparse_optimizer, setting.dense_optimizer, seed=3, overlap=overlap
+    )
+    try:
+        return train(engine, iter(batches), None)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", BAD_KEYS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_bad_keys_are_named_with_feature_and_table(name, overlap):
+    key = BAD_KEYS[name]
+    with pytest.raises(ValueError, match=rf"^feature 'wanted' holds key {key}, but table 'item' has rows 0\.\.40$"):
+        train_with_bad_key(key, overlap=overlap)
+
+
+def bad_key_on_rank_1(key: int, micro_batches: int) -> None:
+    train_with_bad_key(key if torch.distributed.get_rank() else 0, nestpipe(micro_batches))
+
+
+def test_a_bad_key_on_one_of_two_ranks_ends_both_with_it_on_top(pool2):
+    pool2.run(bad_key_on_rank_1, 0, 4)
+    began = time.monotonic()
+    with pytest.raises(RankError) as error:
+        pool2.run(bad_key_on_rank_1, 2**63 - 1, 4)
+    assert time.monotonic() - began < 10
+    first = str(error.value).splitlines()[0]
+    assert first == (
+        "rank 1: ValueError: feature 'wanted' holds key 9223372036854775807, but table 'item' has rows 0..40"
+    )
+
+
+def edge(case: str, method: str) -> tuple[Outcome, Outcome]:
+    """On a rank: ``method`` and serial on odd but legal data."""
+    rank = torch.distributed.get_rank()
+    batches = {
+        "empty histories": lambda: [_emptied(b) for b in make_batches(6, rank)],
+        "empty batches on one rank": lambda: make_batches(6, rank, samples=0 if rank else 8),
+        "rank 1 ends first": lambda: make_batches(6 - 4 * rank, rank),
+        "rank 0 has nothing at all": lambda: make_batches(5, rank) if rank else [],
+        "fewer samples than micro-batches": lambda: make_batches(6, rank, samples=2),
+        "nobody has any data": lambda: [],
+    }[case]()
+    outcomes = []
+    for schedule in (nestpipe(8) if method == "nestpipe" else serial(8), serial(8)):
+        setting = Setting()
+        engine = Engine(schedule, SPEC, setting.sparse_optimizer, setting.dense_optimizer, seed=3)
+        try:
+            outcome = train(engine, iter(batches), None)
+            outcome.tensors["item"] = engine.table("item").clone()
+            outcomes.append(outcome)
+        finally:
+            engine.close()
+    return outcomes[0], outcomes[1]
+
+
+def _emptied(batch: Batch) -> Batch:
+    none = Jagged(torch.empty(0, dtype=torch.int64), torch.zeros(len(batch), dtype=torch.int64))
+    return Batch({**batch.sparse, "seen": none, "wanted": none}, batch.sample_ids, batch.extra)
+
+
+EDGES = {
+    "empty histories": 6,
+    "empty batches on one rank": 6,
+    "rank 1 ends first": 6,
+    "rank 0 has nothing at all": 5,
+    "fewer samples than micro-batches": 6,
+    "nobody has any data": 0,
+}
+
+
+@pytest.mark.parametrize("case", EDGES)
+def test_odd_but_legal_data_trains_as_serial_does(pool2, case):
+    for outcome, wanted in pool2.run(edge, case, "nestpipe"):
+        assert len(outcome.losses) == EDGES[case]
+        assert differences(outcome, wanted) == []
+        assert all(torch.isfinite(t).all() for t in outcome.tensors.values())
