@@ -47,9 +47,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def wide_console() -> Console:
-    """A console of at least 84 columns: the tables are made for that."""
+    """A console of at least 88 columns: the tables are made for that."""
     out = Console()
-    return out if out.width >= 84 else Console(width=84)
+    return out if out.width >= 88 else Console(width=88)
 
 
 def table(records: Sequence[Record]) -> Table:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nestpipe.simulator.cost import Cluster, stage_seconds
-from nestpipe.simulator.hardware import Hardware
+from nestpipe.simulator.hardware import Hardware, hardware_to_toml
 from nestpipe.simulator.sampling import measure_keys
 from nestpipe.simulator.workload import Workload
 
@@ -165,3 +165,11 @@ def _line(samples: Sequence[StageSample]) -> tuple[float, dict[str, float]]:
     seconds = np.array([s.seconds for s in samples])
     found, _ = nnls(np.array(rows) / seconds[:, None], np.ones(len(samples)))
     return float(found[0] / largest), dict(zip(stages, map(float, found[1:]), strict=True))
+
+
+def profile_toml(hardware: Hardware, config: CalibrateConfig) -> str:
+    """The profile file: ``hardware``, the last of SIZES as its workload, and as many workers as were measured."""
+    batch, dim, length, negatives, width = SIZES[-1]
+    workload = {"embedding_dim": dim, "sequence_length": length, "batch_size": batch, "negatives": negatives}
+    text = hardware_to_toml(hardware, {**workload, "width": width, "dense_layers": 2})
+    return text.replace("[profile]\n", f"[profile]\nworkers = [{config.workers}]\n", 1)

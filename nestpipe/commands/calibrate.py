@@ -1,0 +1,78 @@
+"""``nestpipe calibrate``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tyro
+from rich import box
+from rich.table import Table
+
+from nestpipe.commands.simulate import wide_console
+from nestpipe.records import provenance, write_atomically
+from nestpipe.simulator.calibrate import CalibrateConfig, calibrate, profile_toml
+from nestpipe.simulator.hardware import local_profile
+from nestpipe.simulator.validate import Check, mean_error_pct, validate
+
+
+@dataclass(frozen=True)
+class CalibrateCommand(CalibrateConfig):
+    """Measure this machine on real ranks, and keep it as the hardware profile `local` for `nestpipe simulate` and
+    `nestpipe advise`."""
+
+    out: Path | None = None
+    """Write the profile to this .toml file instead of the user's configuration folder."""
+    validate: bool = False
+    """Then predict four other configurations, run them, and show predicted beside measured steps."""
+    json: Path | None = None
+    """Write profile, samples and checks to this file."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    from nestpipe.simulator.methods import BUILT_IN
+
+    command = tyro.cli(CalibrateCommand, prog="nestpipe calibrate", args=arguments)
+    config = CalibrateConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(CalibrateConfig)})
+    out = wide_console()
+    say = lambda text: out.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
+    hardware, samples = calibrate(config, say)
+    path = command.out or local_profile()
+    write_atomically(path, profile_toml(hardware, config))
+    say(f"profile written to {path}; use it as --hardware {'local' if command.out is None else path}")
+    checks = validate(hardware, config, BUILT_IN, progress=say) if command.validate else []
+    if checks:
+        out.print(_table(checks))
+        say(f"mean error {mean_error_pct(checks):.1f} % of {len(checks)} steps, max {_largest(checks):.1f} %")
+    if command.json:
+        data = {
+            "hardware": asdict(hardware),
+            "samples": [asdict(s) for s in samples],
+            "checks": [{**asdict(c), "error_pct": c.error_pct} for c in checks],
+            "mean_error_pct": mean_error_pct(checks) if checks else None,
+            "provenance": provenance(),
+        }
+        write_atomically(command.json, json.dumps(data, indent=1, default=str) + "\n")
+    return 0
+
+
+def _largest(checks: Sequence[Check]) -> float:
+    return max(abs(check.error_pct) for check in checks)
+
+
+def _table(checks: Sequence[Check]) -> Table:
+    table = Table(
+        title=f"SIMULATED beside MEASURED steps, {checks[0].workers} ranks, ms; dense PACED",
+        caption="configurations that calibration has not seen, predicted before they ran",
+        box=box.SIMPLE_HEAD,
+    )
+    for head in ("batch x dim, pace, N", "method", "simulated", "measured", "error, %"):
+        table.add_column(head, justify="left" if head in ("batch x dim, pace, N", "method") else "right")
+    for c in checks:
+        case = f"{c.case.batch} x {c.case.dim}, {c.case.pace_ms:g} ms, {c.case.micro_batches}"
+        measured = f"{c.measured_ms:.1f} ± {c.spread_ms:.1f}"
+        table.add_row(case, c.method, f"{c.predicted_ms:.1f}", measured, f"{c.error_pct:+.1f}")
+    return table
