@@ -1,0 +1,116 @@
+"""Tables and figures by name: what they are made from, what they are made of, and who makes them.
+
+To add one, write ``function(Sources) -> Artefact`` and a line in ``ARTEFACTS``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from nestpipe.records import Record
+from results.published import Published
+
+#: name -> "module:function", in the order of the report. Imported when asked for.
+ARTEFACTS: Mapping[str, str] = {
+    "table2": "results.tables:table2",
+    "table3": "results.tables:table3",
+    "table4": "results.tables:table4",
+    "ladder": "results.ladder:ladder",
+    "fig2": "results.figures:fig2",
+    "fig7": "results.figures:fig7",
+    "fig8": "results.figures:fig8",
+    "fig9": "results.sensitivity:fig9",
+    "fig10": "results.sensitivity:fig10",
+    "timeline": "results.timeline:timeline",
+}
+
+
+class UnknownArtefact(ValueError):
+    """No table or figure of that name; the message lists the known ones."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What artefacts are made from.
+
+    ``parts``: records by the name of the store they lie in (see ``results.plan``); ``folder``: where
+    stores, timelines and outputs lie; ``skipped``: a sentence for each file that is no record.
+    """
+
+    parts: Mapping[str, tuple[Record, ...]]
+    published: tuple[Published, ...]
+    folder: Path
+    skipped: tuple[str, ...] = ()
+
+    def of(self, *parts: str) -> list[Record]:
+        """The records of these parts, one per key, in an order that does not depend on how they were read."""
+        return distinct(record for part in parts for record in self.parts.get(part, ()))
+
+
+def distinct(records: Iterable[Record]) -> list[Record]:
+    """One record per key, sorted by it. Of two that differ, the one whose text sorts last."""
+    chosen: dict[str, tuple[str, Record]] = {}
+    for record in records:
+        entry = (repr(record), record)
+        key = record.key
+        if key not in chosen or chosen[key][0] < entry[0]:
+            chosen[key] = entry
+    return [chosen[key][1] for key in sorted(chosen)]
+
+
+@dataclass(frozen=True)
+class Table:
+    """``frame``: cells as they are shown; ``cells``: one row per number, in full precision (the CSV file)."""
+
+    name: str
+    title: str
+    caption: str
+    frame: pd.DataFrame
+    cells: pd.DataFrame
+
+
+@dataclass(frozen=True)
+class Picture:
+    """``alt``: what it shows, in words, for those who do not see it."""
+
+    name: str
+    caption: str
+    alt: str
+    svg: str
+    png: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Two numbers that should agree and do not. ``why``: the reason, or that none is known."""
+
+    where: str
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """A table or figure of the paper with everything that belongs to it. ``missing``: records that it lacks."""
+
+    name: str
+    title: str
+    tables: tuple[Table, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    text: tuple[str, ...] = ()
+    mismatches: tuple[Mismatch, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+def make(name: str, sources: Sources) -> Artefact:
+    """The artefact of that name. Raises UnknownArtefact."""
+    if name not in ARTEFACTS:
+        raise UnknownArtefact(f"no table or figure '{name}': one of {', '.join(ARTEFACTS)}")
+    module, function = ARTEFACTS[name].split(":")
+    maker: Callable[[Sources], Artefact] = getattr(importlib.import_module(module), function)
+    return maker(sources)
