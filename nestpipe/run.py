@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -106,6 +106,12 @@ class MethodRun:
 
 
 Progress = Callable[[str, int, int, float], None]
+#: After a step, on every rank: (method, steps done, of, the rank's loss) -> what to do now, on all ranks alike.
+AfterStep = Callable[[str, int, int, float], Literal["go", "save", "stop"]]
+
+
+class Interrupted(RuntimeError):
+    """The run was stopped between two steps, on all ranks together; what could be saved is saved."""
 
 
 def validate(config: RunConfig) -> list[Method]:
@@ -158,15 +164,16 @@ def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
     return _method_runs(config, methods, ranks, notes)
 
 
-def run_in_group(config: RunConfig) -> list[MethodRun] | None:
+def run_in_group(config: RunConfig, after_step: AfterStep | None = None) -> list[MethodRun] | None:
     """As ``run``, on ranks that somebody else started (Slurm, torchrun) and that are in a process group. Collective.
 
-    The runs on rank 0, None on the others. Raises ConfigError also where the group is not of ``config.workers`` ranks.
+    The runs on rank 0, None on the others. Raises ConfigError also where the group is not of ``config.workers`` ranks,
+    Interrupted where ``after_step`` said stop.
     """
     methods = validate(config)
     if dist.get_world_size() != config.workers:
         raise ConfigError(f"{config.workers} workers were asked for, {dist.get_world_size()} ranks were started")
-    result = train_on_rank(config)
+    result = train_on_rank(config, after_step)
     ranks: list[Any] | None = [None] * config.workers if dist.get_rank() == 0 else None
     dist.gather_object(result, ranks)
     if ranks is None:
@@ -200,8 +207,8 @@ def dense_optimizer(config: OptimizerConfig) -> DenseOptimizer:
     return lambda parameters: kinds[config.dense_optimizer](parameters, lr=config.dense_lr)
 
 
-def train_on_rank(config: RunConfig) -> dict[str, RankResult]:
-    """Run on each rank: every method in turn, round by round. Collective."""
+def train_on_rank(config: RunConfig, after_step: AfterStep | None = None) -> dict[str, RankResult]:
+    """Run on each rank: every method in turn, round by round. Collective. Raises Interrupted if ``after_step`` says so."""
     training = config.training
     dataset = load_dataset(config.data, config.model, config.seed)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -230,6 +237,10 @@ def train_on_rank(config: RunConfig) -> dict[str, RankResult]:
                 if rank == 0 and (time.monotonic() - told > 0.1 or done == total):
                     told = time.monotonic()
                     send_to_launcher((name, done, total, result.loss))
+                if after_step and after_step(name, done, total, result.loss) == "stop":
+                    for each in trainers.values():
+                        each.close()
+                    raise Interrupted(f"stopped after step {done} of {total} of {name}")
     offset = clock_offset()
     ranks = {}
     for name, trainer in trainers.items():
