@@ -67,9 +67,7 @@ def _build_torchrec(name: str, **sharding: bool) -> Build:
         from baselines.torchrec_dmp import TorchRecTrainer
         from baselines.torchrec_sharding import one_dimensional
 
-        return TorchRecTrainer(
-            spec, sparse, dense, seed, name=name, distribute=partial(one_dimensional, **sharding)
-        )
+        return TorchRecTrainer(spec, sparse, dense, seed, name=name, distribute=partial(one_dimensional, **sharding))
 
     return build
 

@@ -23,6 +23,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (  # noqa: E402
 )
 from torchrec.distributed.model_parallel import DistributedModelParallel  # noqa: E402
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology  # noqa: E402
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation  # noqa: E402
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise  # noqa: E402
 from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType  # noqa: E402
 from torchrec.modules.embedding_configs import EmbeddingConfig  # noqa: E402
@@ -80,7 +81,8 @@ def fused_sharder(optimizer: SparseOptimizer, bf16: bool = False, dedup: bool = 
     codecs = None
     if bf16:
         config = QCommsConfig(forward_precision=CommType.BF16, backward_precision=CommType.BF16)
-        codecs = get_qcomm_codecs_registry(config, device=CPU)
+        # Told that the device is a CPU, torchrec falls back to fp16, since older gloo had no bf16; torch 2.13's has.
+        codecs = get_qcomm_codecs_registry(config, device=torch.device("cuda"))
     if dedup:
         from baselines.index_dedup import register
 
@@ -107,6 +109,7 @@ def _planned(model: nn.Module, sharder: EmbeddingCollectionSharder, group: dist.
     ranks = dist.get_world_size(group)
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=ranks, compute_device="cpu", local_world_size=ranks),
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.15),
         constraints={config.name: allowed for config in collection.embedding_configs()},
     )
     return planner.collective_plan(model, [sharder], group)

@@ -24,7 +24,7 @@ class ScheduleCommand:
     """A method (see `nestpipe methods`), or a file with a schedule in text form."""
     micro_batches: int = 4
     """Micro-batches per batch, for methods with a frozen window."""
-    options: Annotated[tyro.conf.OmitArgPrefixes[MethodOptions], tyro.conf.arg(name="")] = field(default_factory=MethodOptions)
+    options: tyro.conf.OmitArgPrefixes[MethodOptions] = field(default_factory=MethodOptions)
     check: bool = False
     """Say whether this is synchronous training: exit 0, or exit 1 naming each stale read or race."""
     text: bool = False
