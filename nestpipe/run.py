@@ -208,7 +208,7 @@ def dense_optimizer(config: OptimizerConfig) -> DenseOptimizer:
 
 
 def train_on_rank(config: RunConfig, after_step: AfterStep | None = None) -> dict[str, RankResult]:
-    """Run on each rank: every method in turn, round by round. Collective. Raises Interrupted at ``after_step``'s word."""
+    """Run on each rank: every method in turn, round by round. Collective. Raises Interrupted where told to stop."""
     training = config.training
     dataset = load_dataset(config.data, config.model, config.seed)
     rank, world_size = dist.get_rank(), dist.get_world_size()
