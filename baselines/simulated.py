@@ -18,10 +18,17 @@ def _two_d_sp(_: int) -> Schedule:
     return two_d_sp()
 
 
+def _torchrec(_: int) -> Schedule:
+    from baselines.registry import torchrec_schedule  # imports torch, which the others do without
+
+    return torchrec_schedule()
+
+
 BASELINES = (
     SimulatedMethod("2d-sp", _two_d_sp, "2D-SP", 1, grouped=True),
     SimulatedMethod("uniemb", _uniemb, "UniEmb", 1),
     SimulatedMethod("nestpipe+2d-sp", nestpipe_two_d_sp, "NestPipe+2D-SP", grouped=True),
+    SimulatedMethod("torchrec", _torchrec, None, 1),
 )
 
 #: Everything that ``nestpipe simulate`` knows, in the order of the paper's tables.
@@ -29,6 +36,7 @@ METHODS: Mapping[str, SimulatedMethod] = {
     m.name: m
     for m in (
         BUILT_IN["serial"],
+        BASELINES[3],
         *BASELINES[:2],
         BUILT_IN["dbp-only"],
         BUILT_IN["fwp-only"],

@@ -243,3 +243,13 @@ def test_step_times_are_those_that_the_printed_qps_allow():
         qps = 512 * r.workers / derived[r.method, r.workers] / 100
         assert abs(qps - r.value) <= 0.0051, (r.method, r.workers)
     assert np.isfinite(list(derived.values())).all() and len(derived) == 22
+
+
+def test_a_schedule_in_a_file_is_a_method(tmp_path):
+    from nestpipe.schedule import fwp_only
+    from nestpipe.schedule_text import to_text
+
+    path = tmp_path / "mine.txt"
+    path.write_text(to_text(fwp_only(4)))
+    records = simulate(SimulateConfig(methods=f"fwp-only,{path}", workers="128", micro_batch=128, steps=2), METHODS)
+    assert mean(records[0], "step_ms") == pytest.approx(mean(records[1], "step_ms"))

@@ -57,9 +57,8 @@ def table(records: Sequence[Record]) -> Table:
     first = records[0]
     result = Table(
         title=f"SIMULATED: {first.config['hardware']} (from: {first.config['hardware_origin']})",
-        caption="ms a step on virtual clocks; n workers; scal.: samples/s per worker against\nthe smallest n; "
-        "exposed parts only; rest: update, hand-over, input, dense sync,\nskew, other; x: speed-up over the "
-        "first method; use: dense / step",
+        caption="ms a step on virtual clocks; n workers; x: speed-up over the first method; scal.: samples/s\n"
+        "per worker against the smallest n; lookup, comm.: exposed; use: dense / step",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -181,7 +181,7 @@ def fit(
     """Least squares over FREE (without those in ``fixed``, which are held), from ``start`` on. Needs scipy."""
     from scipy.optimize import least_squares
 
-    held = dict(fixed or {})
+    held: dict[str, Any] = dict(fixed or {})
     names = [name for name in FREE if name not in held]
     scale = np.array([FREE[name] for name in names])
     value, step = (np.array([getattr(t, name) for t in targets]) for name in ("value", "step_ms"))

@@ -156,7 +156,7 @@ def hardware_from_table(name: str, table: Mapping[str, Any]) -> Hardware:
 
 def hardware_to_toml(hardware: Hardware, workload: Mapping[str, Any] | None = None) -> str:
     """A profile file's text; keys at their defaults are left out."""
-    defaults = {f.name: {} if f.name == "stage_overhead" else f.default for f in fields(Hardware)}
+    defaults: dict[str, Any] = {f.name: {} if f.name == "stage_overhead" else f.default for f in fields(Hardware)}
     lines = ["[hardware]"]
     for name, value in asdict(hardware).items():
         if name in ("name", "notes") or value == defaults[name]:

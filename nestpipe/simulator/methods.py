@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from nestpipe import schedule
 from nestpipe.schedule import Schedule
+from nestpipe.schedule_text import load
 
 
 class UnknownMethod(ValueError):
@@ -56,11 +58,21 @@ BUILT_IN: Mapping[str, SimulatedMethod] = {
 }
 
 
+def _from_file(path: str) -> SimulatedMethod:
+    template = load(Path(path))
+    return SimulatedMethod(template.name, lambda _: template, None, template.micro_batches)
+
+
 def select(names: str, known: Mapping[str, SimulatedMethod]) -> list[SimulatedMethod]:
-    """Methods by comma-separated name (``all``: every one). Raises UnknownMethod, listing the known ones."""
+    """Methods by comma-separated name or file with a schedule in text form (``all``: every named one).
+
+    Raises UnknownMethod, listing the known ones.
+    """
     if names.strip() == "all":
         return list(known.values())
     chosen = [name.strip() for name in names.split(",") if name.strip()]
+    own = {name: _from_file(name) for name in chosen if name not in known and Path(name).is_file()}
+    known = {**known, **own}
     for name in chosen:
         if name not in known:
             raise UnknownMethod(f"unknown method '{name}': one of {', '.join(known)}, or all")
