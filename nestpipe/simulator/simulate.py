@@ -179,9 +179,16 @@ def _record(
         steps=steps,
         metrics=metrics,
         testbed=f"simulated {setting.profile.hardware.name}",
-        notes=("simulated on virtual clocks, nothing was run", *setting.profile.hardware.notes),
+        notes=("simulated on virtual clocks, nothing was run", *setting.profile.hardware.notes, *_key_notes(w)),
         provenance=origin,
     )
+
+
+def _key_notes(workload: Workload) -> tuple[str, ...]:
+    """Where key repetition comes from, and how far its extrapolation was off where that could be seen."""
+    keys = workload.keys
+    off = f"; extrapolated to more workers, {keys.error:.1%} off at the largest count held out" if keys.error else ""
+    return (f"keys: {keys.source}{off}",)
 
 
 def mean(record: Record, name: str) -> float:
