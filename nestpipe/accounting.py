@@ -50,8 +50,10 @@ def step_times(timeline: Timeline, inline: str = "compute") -> StepTimes:
     category = np.array([_CATEGORIES.index(STAGES[ref.stage].category) for ref in timeline.refs], dtype=np.int64)
     batch = np.array([ref.batch for ref in timeline.refs], dtype=np.int64)
     on_lane = np.flatnonzero([lane == inline for lane in timeline.lanes])
-    # Compute operations in the order of the lane; a step ends with the last one of its batch.
-    last = {int(b): i for i, b in enumerate(batch[on_lane])}
+    # Compute operations in the order of the lane; a step ends with the last one of its batch. Where a run stops,
+    # batches may have been made ready (S) that never trained: those are no steps.
+    trained = set(batch[on_lane[category[on_lane] == _CATEGORIES.index("dense")]].tolist())
+    last = {int(b): i for i, b in enumerate(batch[on_lane]) if int(b) in trained}
     complete = sorted(b for b in last if b - 1 in last)
     if not complete:
         return StepTimes((), {name: np.zeros((0, timeline.ranks)) for name in _names()})

@@ -19,7 +19,7 @@ def grid(template: Schedule) -> str:
     An operation that began in the step before is marked ``<``. Idle compute is dots.
     """
     steps = template.depth + max(template.rings.values()) + 3
-    ops = _step_by_step(template).unroll(2 * steps)
+    ops = step_by_step(template).unroll(2 * steps)
     durations = np.array([[float(UNITS[op.ref.stage])] for op in ops])
     timeline = virtual_timeline(ops, durations)
     middle = steps - 1
@@ -45,7 +45,7 @@ def grid(template: Schedule) -> str:
     return "\n".join(lines)
 
 
-def _step_by_step(template: Schedule) -> Schedule:
+def step_by_step(template: Schedule) -> Schedule:
     """As the engine is driven: a step is handed to the lanes when the compute lane has done the step before."""
     last = next(op.ref for op in reversed(template.ops) if op.lane == "compute")
     before = last._replace(batch=last.batch - 1)

@@ -91,6 +91,9 @@ def observed_timelines(spans: Sequence[Sequence[Span]], offsets: Sequence[float]
         ready = np.where(collective, np.clip([entered[ref] for ref in refs], start, end), start)
         by_end = np.argsort(end, kind="stable")
         position = np.searchsorted(end[by_end], start, side="right") - 1
+        # Of no length, an operation ends when it begins: nothing waits for itself or for what comes after it.
+        while (later := (position >= 0) & (by_end[position] >= np.arange(len(start)))).any():
+            position[later] -= 1
         before = np.where(position >= 0, by_end[position], -1)
         lanes = tuple(s.lane for s in ordered)
         timelines.append(Timeline(refs, lanes, start[:, None], ready[:, None], end[:, None], before[:, None]))

@@ -232,3 +232,39 @@ def test_steps_without_a_beginning_or_an_end_are_left_out():
     spans = [s for s in spans_of(timeline)[0] if s.batch != 2]  # what was lost is not made up
     assert step_times(scheduled_timeline(ops, [spans], [0.0])).steps == (1,)
     assert step_times(scheduled_timeline(ops, [[]], [0.0])).steps == ()
+
+
+def test_a_batch_made_ready_when_the_run_stopped_is_no_step():
+    """Six steps as the engine leaves them: of batch 6, S ran as part of step 5, before O of that step."""
+    template = nestpipe(2)
+    ops = template.unroll(10)
+    spans = spans_of(virtual_timeline(ops, np.random.default_rng(2).exponential(1e-3, (len(ops), 1))))
+    offset = {(op.ref.stage, op.ref.micro): op.ref.batch for op in template.ops}
+    ran = [s for s in spans[0] if s.batch - offset[s.stage, s.micro] < 6]
+    assert ("S", 6) in {(s.stage, s.batch) for s in ran}
+    times = step_times(scheduled_timeline(ops, [ran], [0.0]))
+    assert times.steps == (1, 2, 3, 4, 5)
+    verify(times)
+    assert (times.ms["step"] > 0).all()
+
+
+@given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(1, 2), zeros=st.floats(0, 0.9))
+@settings(max_examples=60, deadline=None)
+def test_observed_spans_that_overlap_or_have_no_length_lose_no_time(seed, ranks, zeros):
+    """A host thread whose collectives run on beside it, times on a coarse clock."""
+    draw = np.random.default_rng(seed)
+    spans: list[list[Span]] = []
+    for _ in range(ranks):
+        now, mine = 0, []
+        for t in range(5):
+            for stage in "PHKREFBAGUO":
+                now += int(draw.integers(0, 3)) * (draw.random() > zeros)
+                length = int(draw.integers(0, 20)) * (draw.random() > zeros)
+                ref = (stage, t, int(STAGES[stage].per_micro_batch))
+                mine.append(Span(*ref, STAGES[stage].lane, now, now + length))
+                if stage not in "KEA":  # the host goes on while these run
+                    now += length
+        spans.append(mine)
+    for timeline in observed_timelines(spans, [0.0] * ranks):
+        times = step_times(timeline)
+        np.testing.assert_allclose(sum(times.ms[name] for name in PARTS), times.ms["step"], atol=1e-9)
