@@ -14,6 +14,7 @@ COMMANDS = {
     "schedule": ("nestpipe.commands.schedule", "print a method's schedule as a grid, or check that it is synchronous"),
     "methods": ("nestpipe.commands.methods", "list the training methods that are installed"),
     "doctor": ("nestpipe.commands.doctor", "check versions, devices and tools, and name the fix for what is missing"),
+    "sweep": ("nestpipe.commands.sweep", "grids of runs on a Slurm cluster or this machine: preview, submit, collect"),
     "testbed": ("nestpipe.commands.testbed", "several hosts with shaped links on this machine (root)"),
 }
 

@@ -1,0 +1,141 @@
+"""A sweep's folder: one folder per point, named by its hash. Every file is written whole or not at all.
+
+sweep.json                          executor and cluster of the latest submission
+points/HASH/point.json              what the point is
+points/HASH/submission.json         executor, job and time of its latest submission
+points/HASH/progress.json           the latest step of the job that runs it
+points/HASH/failures/JOB-RANK.json  what went wrong on a rank
+points/HASH/checkpoints/            saved states, removed when the result is there
+points/HASH/result/*.json           the record: the point is done
+logs/                               submitit's pickles, stdout and stderr of every task
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nestpipe.records import Record, Store, write_atomically
+from slurm.grid import Cluster, Grid
+from slurm.point import Point, point_from_json
+
+
+class SweepError(RuntimeError):
+    """A sweep cannot go on. One line: what is wrong, what to do."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file, {} where there is none or it cannot be read: another version, or a disk that was full."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Raises OSError."""
+    write_atomically(path, json.dumps(data, indent=1, default=str) + "\n")
+
+
+@dataclass(frozen=True)
+class PointFolder:
+    """What is known of one point."""
+
+    path: Path
+
+    @property
+    def point(self) -> Point | None:
+        data = read_json(self.path / "point.json")
+        return point_from_json(data) if data else None
+
+    @property
+    def result(self) -> Path | None:
+        """The record's file, None until the point is done."""
+        return next(iter(sorted((self.path / "result").glob("*.json"))), None)
+
+    @property
+    def submission(self) -> dict[str, Any]:
+        return read_json(self.path / "submission.json")
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        return read_json(self.path / "progress.json")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def failures(self, job: str) -> list[dict[str, Any]]:
+        """Of ``job``, causes before consequences, each by time."""
+        found = [read_json(path) for path in (self.path / "failures").glob(f"{job}-*.json")]
+        return sorted(filter(None, found), key=lambda f: (f.get("consequence", False), f.get("time", 0.0)))
+
+    def write_result(self, record: Record) -> Path:
+        """Raises OSError with nothing half-written."""
+        return Store(self.path / "result").write(record)
+
+    def write_submission(self, executor: str, job: str) -> None:
+        write_json(self.path / "submission.json", {"executor": executor, "job": job, "time": time.time()})
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """Raises SweepError from ``settings`` where nothing was submitted yet."""
+
+    path: Path
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def point(self, name: str) -> PointFolder:
+        return PointFolder(self.path / "points" / name)
+
+    def points(self) -> list[PointFolder]:
+        """All points that were ever submitted here, in order of submission and hash."""
+        found = [PointFolder(path.parent) for path in (self.path / "points").glob("*/point.json")]
+        return sorted(found, key=lambda p: (p.submission.get("time", 0.0), p.path.name))
+
+    def add(self, points: Sequence[Point]) -> None:
+        for point in points:
+            folder = self.point(point.hash)
+            if not (folder.path / "point.json").exists():
+                write_json(folder.path / "point.json", point.identity)
+
+    def write_settings(self, grid: Grid, executor: str) -> None:
+        write_json(
+            self.path / "sweep.json",
+            {"grid": grid.name, "file": str(grid.path), "executor": executor, "cluster": asdict(grid.cluster)},
+        )
+
+    def settings(self) -> tuple[str, str, Cluster]:
+        """Grid's name, executor and cluster of the latest submission."""
+        data = read_json(self.path / "sweep.json")
+        if not data:
+            raise SweepError(f"{self.path} holds no sweep; submit one: nestpipe sweep submit GRID --folder {self.path}")
+        cluster = {**data["cluster"], "setup": tuple(data["cluster"].get("setup", ()))}
+        return data["grid"], data["executor"], Cluster(**cluster)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """One submission at a time, so that no point is submitted twice. Raises SweepError where another is at it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = open(self.path / ".lock", "w")  # noqa: SIM115
+        except OSError as error:
+            raise SweepError(f"cannot write into {self.path}: {error.strerror}; choose another --folder") from None
+        with handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SweepError(f"another command is submitting to {self.path}; wait for it") from None
+            except OSError:
+                pass  # a file system without locks: duplicates cost time and do no harm
+            yield

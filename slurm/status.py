@@ -1,0 +1,97 @@
+"""What has become of each point: from its files, and from squeue or the process table for jobs that have none yet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurm.executors import QueueState, alive_in_slurm, alive_on_machine
+from slurm.folder import PointFolder, SweepFolder
+from slurm.point import Point
+
+#: From the best to the worst; ``resume`` submits the points of RESUMABLE states anew.
+STATES = ("done", "running", "pending", "requeued", "unknown", "missing", "cancelled", "gave up", "failed", "lost")
+RESUMABLE = ("missing", "cancelled", "gave up", "failed", "lost")
+STDERR_LINES = 6
+#: Lines of stderr that say nothing about a failure: submitit's own, and torch's parting words.
+NOISE = re.compile(r"^submitit (WARNING|INFO|ERROR)|^\[W\d|^terminate called without|^srun: (Job step|error: n)|^\s*$")
+
+
+@dataclass(frozen=True)
+class PointState:
+    """``detail``: how far, or why not. ``stderr``: last lines of the rank that failed first."""
+
+    folder: PointFolder
+    point: Point | None
+    state: str
+    detail: str = ""
+    job: str = ""
+    stderr: Sequence[str] = ()
+
+    @property
+    def title(self) -> str:
+        return self.point.title if self.point else "(point.json cannot be read)"
+
+
+def point_states(sweep: SweepFolder, only: Iterable[str] | None = None) -> list[PointState]:
+    """Of all points ever submitted, or of those with the hashes ``only``."""
+    folders = sweep.points() if only is None else [sweep.point(name) for name in only]
+    submissions = {folder.path.name: folder.submission for folder in folders}
+    asked = {s["job"] for f in folders if (s := submissions[f.path.name]).get("executor") == "slurm" and not f.result}
+    queue = alive_in_slurm(asked)
+    return [_state(sweep, folder, submissions[folder.path.name], queue) for folder in folders]
+
+
+def _state(
+    sweep: SweepFolder, folder: PointFolder, submission: Mapping[str, Any], queue: Mapping[str, QueueState] | None
+) -> PointState:
+    point, job = folder.point, submission.get("job", "")
+
+    def as_state(state: str, detail: str = "", stderr: Sequence[str] = ()) -> PointState:
+        return PointState(folder, point, state, detail, job, stderr)
+
+    if folder.result:
+        return as_state("done", "simulated" if point and point.simulated else "")
+    if not submission:
+        return as_state("missing")
+    progress = folder.progress if folder.progress.get("job") == job else {}
+    how_far = f"step {progress['step']} of {progress['of']}" if progress else ""
+    on_slurm = submission.get("executor") == "slurm"
+    waiting = queue.get(job) if queue and on_slurm else None
+    if waiting or (submission.get("executor") == "local" and alive_on_machine(job, sweep.logs)):
+        if waiting and waiting.state not in ("RUNNING", "COMPLETING"):
+            return as_state("requeued" if progress else "pending", f"{how_far} {waiting.reason}".strip())
+        notes = [how_far or "starting", progress.get("note", "")]
+        notes += [f"restarted {n}x" for n in [progress.get("restarts", 0)] if n]
+        return as_state("running", ", ".join(filter(None, notes)))
+    if failures := folder.failures(job):
+        first = failures[0]
+        state = "gave up" if first["what"].startswith("gave up") else "failed"
+        return as_state(state, f"rank {first['rank']}: {first['what']}", stderr_tail(sweep.logs, job, first["rank"]))
+    if on_slurm and queue is None:
+        return as_state("unknown", f"{how_far} squeue does not answer".strip())
+    if (folder.path / "cancelled").exists() or progress.get("note") == "told to stop":
+        return as_state("cancelled", how_far)
+    why = "its job ended without a word: killed, or its node failed"
+    return as_state("lost", f"{how_far + '; ' if how_far else ''}{why}", stderr_tail(sweep.logs, job, 0))
+
+
+def stderr_tail(logs: Path, job: str, rank: int) -> list[str]:
+    """Last lines of a task's stderr that say something; of the batch script's where the task never started."""
+    for path in (logs / f"{job}_{rank}_log.err", logs / f"{job}_0_log.err"):
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        if said := [line for line in lines if not NOISE.search(line)]:
+            return said[-STDERR_LINES:]
+    return []
+
+
+def counts(states: Sequence[PointState]) -> str:
+    """``12 points: 10 done, 2 failed``."""
+    parts = [f"{n} {name}" for name in STATES if (n := sum(s.state == name for s in states))]
+    return f"{len(states)} points: {', '.join(parts) or 'none'}"
