@@ -90,7 +90,7 @@ def label_of(record: Record) -> str:
 
 def clustered(record: Record) -> bool:
     """Measured records: samples that share keys were put together."""
-    return record.kind == "measured" and record.config.get("clustering") not in (None, False, "off", "none")
+    return record.kind == "measured" and bool(record.config.get("clustering")) and record.config["micro_batches"] > 1
 
 
 def order_of(label: str) -> tuple[int, str]:
@@ -164,7 +164,7 @@ _GROUP = ["setting", "conditions", "workers", "label"]
 
 
 def medians(steps: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
-    """Long form: one row per setting, method and metric, with ``value`` (median), ``low``, ``high`` (quartiles), ``n``."""
+    """Long form, a row per setting, method and metric: ``value`` (median), ``low``, ``high`` (quartiles), ``n``."""
     if steps.empty:
         return pd.DataFrame(columns=[*_GROUP, "metric", "value", "low", "high", "n"])
     long = steps.melt(id_vars=_GROUP, value_vars=list(metrics), var_name="metric", value_name="x").dropna(subset="x")

@@ -13,11 +13,25 @@ from results.aggregate import describe, label_of, medians, order_of, ratios, ste
 from results.artefacts import Mismatch, Table, distinct
 
 #: Columns of the long form. ``low``, ``high``: quartiles over steps, or the range over rounds for a speed-up.
-CELLS = ["metric", "workers", "label", "kind", "conditions", "value", "low", "high", "n", "unit", "mark", "error_pct", "floor_pct"]
+CELLS = [
+    "metric",
+    "workers",
+    "label",
+    "kind",
+    "conditions",
+    "value",
+    "low",
+    "high",
+    "n",
+    "unit",
+    "mark",
+    "error_pct",
+    "floor_pct",
+]
 #: Published numbers have two decimals.
 HALF_UNIT = 0.005
 #: What a cell shows that this machine, or the paper, cannot fill.
-NOTHING = "–"
+NOTHING = "-"
 #: A simulated cell counts as not matching beyond this and the published cell's rounding, percent.
 TOLERANCE_PCT = 2.0
 
@@ -48,17 +62,22 @@ COMMUNICATION = Metric(
     "exposed communication", "comm", "ms", 2, "exposed_communication_ms", lambda m: m["exposed_communication_ms"]
 )
 EXPOSED = Metric(
-    "exposed communication", "exposed_comm", "ms", 2, "exposed_communication_ms", lambda m: m["exposed_communication_ms"]
+    "exposed communication",
+    "exposed_comm",
+    "ms",
+    2,
+    "exposed_communication_ms",
+    lambda m: m["exposed_communication_ms"],
 )
-TOTAL = Metric(
-    "total communication", "total_comm", "ms", 2, "communication_ms", lambda m: m["communication_ms"]
-)
+TOTAL = Metric("total communication", "total_comm", "ms", 2, "communication_ms", lambda m: m["communication_ms"])
 QPS = Metric("QPS", "qps", "1e5/s", 2, "qps", lambda m: m["qps"], 1e5, "samples/s")
 SCALING = Metric("scaling efficiency", "scaling", "%", 2, "scaling", lambda m: m["scaling"])
 
 
-def simulated_cells(records: Sequence[Record], metrics: Sequence[Metric], base_workers: int | None = None) -> pd.DataFrame:
-    """One row per record and metric: means over the steps, speed-up over serial, efficiency against ``base_workers``."""
+def simulated_cells(
+    records: Sequence[Record], metrics: Sequence[Metric], base_workers: int | None = None
+) -> pd.DataFrame:
+    """A row per record and metric: means over the steps, speed-up over serial, efficiency against ``base_workers``."""
     rows = []
     kept = [r for r in distinct(records) if r.kind == "simulated"]
     means = {r.key: {name: float(np.mean(v)) for name, v in r.metrics.items() if len(v)} for r in kept}
@@ -77,7 +96,9 @@ def simulated_cells(records: Sequence[Record], metrics: Sequence[Metric], base_w
             except KeyError:
                 continue
             facts = {"metric": metric.title, "workers": record.workers, "label": label_of(record)}
-            rows.append({**facts, "kind": "simulated", "conditions": describe(record), "value": value, "unit": metric.unit})
+            rows.append(
+                {**facts, "kind": "simulated", "conditions": describe(record), "value": value, "unit": metric.unit}
+            )
     return pd.DataFrame(rows, columns=CELLS)
 
 
@@ -93,7 +114,9 @@ def published_cells(published: pd.DataFrame, metrics: Sequence[Metric]) -> pd.Da
     ).reindex(columns=CELLS)
 
 
-def measured_cells(records: Sequence[Record], metrics: Sequence[Metric], base_workers: int | None = None) -> pd.DataFrame:
+def measured_cells(
+    records: Sequence[Record], metrics: Sequence[Metric], base_workers: int | None = None
+) -> pd.DataFrame:
     """Medians over steps and spread, per setting; speed-up over serial within a session."""
     steps = step_frame(r for r in records if r.kind == "measured")
     names = {m.measured: m for m in metrics if m.measured}
@@ -132,8 +155,12 @@ def side_by_side(
     cells = cells.assign(
         _metric=cells["metric"].map(order), _row=cells["label"].map(order_of), _kind=cells["kind"].map(_KINDS.index)
     )
-    cells = cells.sort_values(["_metric", "workers", "_row", "_kind", "conditions"] if workers else
-                              ["_metric", "_row", "_kind", "conditions"], kind="stable")
+    cells = cells.sort_values(
+        ["_metric", "workers", "_row", "_kind", "conditions"]
+        if workers
+        else ["_metric", "_row", "_kind", "conditions"],
+        kind="stable",
+    )
     cells = cells.drop(columns=["_metric", "_row", "_kind"]).reset_index(drop=True)
     keys = ["metric", "workers", "label"] if workers else ["metric", "label"]
     columns = list(dict.fromkeys(cells.loc[cells["kind"] == "measured", "conditions"].sort_values()))
@@ -177,7 +204,7 @@ def _with_errors(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _one(cells: pd.DataFrame, digits: int) -> str:
-    """A cell as it is shown: value, spread where there is one, mark of a published number that is not the paper's own."""
+    """A cell as it is shown: value, spread if any, mark of a published number that is not the paper's own."""
     if cells.empty:
         return NOTHING
     cell = cells.iloc[0]
@@ -185,7 +212,7 @@ def _one(cells: pd.DataFrame, digits: int) -> str:
         digits = min(digits, 1)
     text = shown(float(cell["value"]), digits)
     if cell["kind"] == "measured" and cell["n"] > 1:
-        text += f" ({shown(float(cell['low']), digits)}–{shown(float(cell['high']), digits)})"
+        text += f" ({shown(float(cell['low']), digits)}-{shown(float(cell['high']), digits)})"
     mark = cell["mark"]
     return f"{text} [{mark}]" if isinstance(mark, str) and mark not in ("T", "") else text
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from results.artefacts import Table
 
-_LATEX = {"±": r"$\pm$", "×": r"$\times$", "–": "--", "≥": r"$\geq$", "−": "$-$", "→": r"$\rightarrow$"}
+_LATEX = {"±": r"$\pm$", "→": r"$\rightarrow$"}
 _SPECIAL = re.compile(r"([%&_#{}])")
 
 
@@ -61,7 +61,7 @@ def to_html(table: Table) -> str:
 
 
 def _is_text(column: pd.Series) -> bool:
-    return not column.str.match(r"^([-+−±≥]?[\d.]|–?$)").all()
+    return not column.str.match(r"^([-+]?[\d.]|-?$)").all()
 
 
 def _latex(text: str) -> str:

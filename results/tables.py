@@ -24,14 +24,15 @@ from results.cells import (
     side_by_side,
     simulated_cells,
 )
+from results.notes import note_mismatches, note_table
 from results.why import paper_inconsistencies, why
 
 #: Parts of the store: real processes here, and the two clusters of the paper on virtual clocks.
 TWO, FOUR, NPU, GPU = "two-hosts", "four-hosts", "simulated", "simulated-gpu"
 
 _READ = (
-    "Error: simulated against published; rounding: half a unit of the last printed digit. [N]: from public notes on the "
-    "paper, not printed in it. Measured: medians over steps, in brackets the quartiles (speed-ups: the range over "
+    "Error: simulated against published; rounding: half a unit of the last printed digit. [N]: from public notes on "
+    "the paper, not printed in it. Measured: medians over steps, in brackets the quartiles (speed-ups: the range over "
     "interleaved rounds), means over ranks."
 )
 _SCALE = (
@@ -56,8 +57,8 @@ def table2(sources: Sources) -> Artefact:
     main = side_by_side(
         "table2",
         "Table II, NPU cluster, 1,536 workers",
-        f"Simulated: profile npu-1536-industrial. {_READ} {_SCALE} Lookup of published and simulated pipelines holds the "
-        "hand-over between buffers, measured lookup does not (it is part of the update). Measured NestPipe runs "
+        f"Simulated: profile npu-1536-industrial. {_READ} {_SCALE} Lookup of published and simulated pipelines holds "
+        "the hand-over between buffers, measured lookup does not (it is part of the update). Measured NestPipe runs "
         "without clustering unless the row says so; the paper's has it.",
         cells,
         metrics,
@@ -68,15 +69,22 @@ def table2(sources: Sources) -> Artefact:
     gpu = side_by_side(
         "table2-gpu",
         "Table II, GPU cluster, KuaiRand-27K, 128 workers",
-        f"Simulated: profile gpu-128-kuairand, made from the one published row, which therefore matches by construction. {_READ}",
+        "Simulated: profile gpu-128-kuairand, made from the one published row, which therefore matches by "
+        f"construction. {_READ}",
         gpu_cells,
         metrics,
     )
-    found = [*mismatches(main, why), *mismatches(gpu, why), *paper_inconsistencies(published)]
+    notes = note_table(sources, "II", "table2-notes", "Table II: ablations, from notes")
+    found = [
+        *mismatches(main, why),
+        *mismatches(gpu, why),
+        *note_mismatches(sources, "II", "Table II"),
+        *paper_inconsistencies(published),
+    ]
     return Artefact(
         "table2",
         "Table II: end-to-end efficiency (RQ1)",
-        _filled(main, gpu),
+        _filled(main, gpu, notes),
         mismatches=tuple(found),
         missing=_missing(sources, TWO, NPU, GPU),
     )
@@ -137,8 +145,8 @@ def table4(sources: Sources) -> Artefact:
     main = side_by_side(
         "table4",
         "Table IV, NPU cluster, 1,536 workers",
-        f"Simulated: profile npu-1536-industrial, 4 replica groups. {_READ} {_SCALE} Measured: 4 ranks in 2 replica groups; "
-        "their scaling is in Table III on this machine, for the methods that 2 ranks can run.",
+        f"Simulated: profile npu-1536-industrial, 4 replica groups. {_READ} {_SCALE} Measured: 4 ranks in 2 replica "
+        "groups; their scaling is in Table III on this machine, for the methods that 2 ranks can run.",
         cells,
         metrics,
     )
@@ -157,7 +165,9 @@ def _only(records: Sequence[Record], methods: Sequence[str]) -> list[Record]:
 
 def _joined(*frames: pd.DataFrame) -> pd.DataFrame:
     filled = [frame for frame in frames if len(frame)]
-    return pd.concat([f.dropna(axis=1, how="all") for f in filled], ignore_index=True).reindex(columns=frames[0].columns)
+    return pd.concat([f.dropna(axis=1, how="all") for f in filled], ignore_index=True).reindex(
+        columns=frames[0].columns
+    )
 
 
 def _filled(*tables: Table) -> tuple[Table, ...]:
@@ -166,4 +176,3 @@ def _filled(*tables: Table) -> tuple[Table, ...]:
 
 def _missing(sources: Sources, *parts: str) -> tuple[str, ...]:
     return tuple(part for part in parts if not sources.of(part))
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pandas as pd
 
 from results.artefacts import Mismatch
@@ -46,8 +48,8 @@ _REASONS = (
     (
         "scaling",
         "2D-SP",
-        "The model has one lookup relative to TorchRec's at every scale, and the paper's column was computed from other "
-        "numbers than its printed QPS.",
+        "The model has one lookup relative to TorchRec's at every scale, and the paper's column was computed from "
+        "other numbers than its printed QPS.",
     ),
     ("scaling", "", "The paper's column was computed from other numbers than its printed QPS."),
 )
@@ -75,7 +77,10 @@ def paper_inconsistencies(published: pd.DataFrame, batch: int = 512) -> list[Mis
             continue
         implied = workers * batch / latency * 1e3 / 1e5
         if abs(implied - qps) > 0.005:
-            text = f"{method}, {workers:,} workers: Table II's {latency} ms is {implied:.3f}e5 samples/s, Table III prints {qps:.2f}"
+            text = (
+                f"{method}, {workers:,} workers: Table II's {latency} ms is {implied:.3f}e5 samples/s, "
+                f"Table III prints {qps:.2f}"
+            )
             found.append(Mismatch("The paper, Tables II and III", text, "No single latency fits both printed numbers."))
     for (where, workers, method, metric), scaling in sorted(value.items()):
         if where != "III" or metric != "scaling":
@@ -84,25 +89,33 @@ def paper_inconsistencies(published: pd.DataFrame, batch: int = 512) -> list[Mis
         low = (many - 0.005) / (few + 0.005) * 128 / workers * 100
         high = (many + 0.005) / (few - 0.005) * 128 / workers * 100
         if not low <= scaling <= high:
-            text = f"{method}, {workers:,} workers: scaling printed {scaling} %, the printed QPS allow {low:.2f}–{high:.2f} %"
-            found.append(Mismatch("The paper, Table III", text, "The column was computed from other numbers than those printed."))
+            text = (
+                f"{method}, {workers:,} workers: scaling printed {scaling} %, "
+                f"the printed QPS allow {low:.2f} to {high:.2f} %"
+            )
+            found.append(
+                Mismatch("The paper, Table III", text, "The column was computed from other numbers than those printed.")
+            )
     found += _orthogonality(value)
     return found
 
 
-def _orthogonality(value: dict) -> list[Mismatch]:
+def _orthogonality(value: Mapping[tuple[str, int, str, str], float]) -> list[Mismatch]:
     """Table IV: what the exposed communication saved by adding 2D-SP should do to NestPipe's QPS."""
-    key = lambda method, metric: value.get(("IV", 1536, method, metric))  # noqa: E731
-    qps, alone, both = (key("NestPipe", "qps"), key("NestPipe", "exposed_comm"), key("NestPipe+2D-SP", "exposed_comm"))
-    latency, printed = value.get(("II", 1536, "NestPipe", "step_latency")), key("NestPipe+2D-SP", "qps")
-    if None in (qps, alone, both, latency, printed):
+    try:
+        qps, alone = (value["IV", 1536, "NestPipe", metric] for metric in ("qps", "exposed_comm"))
+        printed, both = (value["IV", 1536, "NestPipe+2D-SP", metric] for metric in ("qps", "exposed_comm"))
+        latency = value["II", 1536, "NestPipe", "step_latency"]
+    except KeyError:
         return []
     saved = alone - both
     expected = qps * latency / (latency - saved)
     if abs(expected - printed) <= 0.01:
         return []
     text = (
-        f"NestPipe+2D-SP: {saved:.1f} ms less exposed communication than NestPipe should give {expected:.2f}e5 samples/s, "
-        f"printed {printed:.2f}"
+        f"NestPipe+2D-SP: {saved:.1f} ms less exposed communication than NestPipe should give {expected:.2f}e5 "
+        f"samples/s, printed {printed:.2f}"
     )
-    return [Mismatch("The paper, Table IV", text, "Something else grew by the difference; the paper does not say what.")]
+    return [
+        Mismatch("The paper, Table IV", text, "Something else grew by the difference; the paper does not say what.")
+    ]

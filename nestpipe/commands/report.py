@@ -1,0 +1,59 @@
+"""``nestpipe report``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from nestpipe.records import require_writable, write_atomically
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Tables and figures from existing records: one report.html with everything in it, and each as files of its own
+    (tables/*.md, .csv, .tex; figures/*.png, .svg). Runs nothing."""
+
+    only: str | None = None
+    """Comma-separated tables and figures, such as table2,fig9: print and write these alone, no report.html."""
+    folder: Path = Path("results/out")
+    """Where records, timelines and outputs lie."""
+    records: Path | None = None
+    """Records from another folder (a store per part), or from a JSON file that `pytest suites/ --benchmark` wrote."""
+    out: Path | None = None
+    """The report (default: report.html in --folder)."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    from results.aggregate import sources_from
+    from results.render import to_markdown
+    from results.report import make_all, to_report
+    from results.write import write_artefacts
+
+    command = tyro.cli(ReportCommand, prog="nestpipe report", args=arguments)
+    target = command.out or command.folder / "report.html"
+    require_writable(target)
+    sources = sources_from(command.folder, command.records)
+    names = [name.strip() for name in command.only.split(",") if name.strip()] if command.only else None
+    artefacts = make_all(sources, names)
+    written = write_artefacts(artefacts, command.folder)
+    for sentence in sources.skipped:
+        print(f"skipped: {sentence}")
+    if names:
+        for artefact in artefacts:
+            for table in artefact.tables:
+                print(to_markdown(table))
+            for mismatch in artefact.mismatches:
+                print(f"does not match: {mismatch.what}\n  {mismatch.why}")
+            for part in artefact.missing:
+                print(f"no records in '{part}': nestpipe reproduce --only {part}")
+        print("\n".join(f"written: {path}" for path in written))
+        return 0
+    write_atomically(target, to_report(sources, artefacts))
+    count = sum(len(artefact.mismatches) for artefact in artefacts)
+    print(f"{target}: {len(artefacts)} tables and figures, {count} numbers that do not match, explained at the top")
+    for part in sorted({part for artefact in artefacts for part in artefact.missing}):
+        print(f"no records in '{part}': nestpipe reproduce --only {part}")
+    return 0

@@ -1,0 +1,99 @@
+"""``nestpipe reproduce``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from nestpipe.records import require_writable_folder, write_atomically
+
+if TYPE_CHECKING:
+    from results.plan import Part
+
+
+@dataclass(frozen=True)
+class ReproduceCommand:
+    """Simulate and measure what the tables and figures are made from, then write the report. Finished runs are kept:
+    interrupt it and start it again as often as you like."""
+
+    only: str | None = None
+    """Comma-separated parts, tables or figures, such as table2,micro-batches (default: all)."""
+    folder: Path = Path("results/out")
+    """Where records, timelines and outputs go."""
+    size: Literal["full", "tiny"] = "full"
+    """full, or tiny: the same runs on models of no size, in a minute or two."""
+    workers: int = 2
+    """Ranks of the small runs; the large have twice as many."""
+    testbed: str = "netns:200mbit,1ms"
+    """netns:RATE,DELAY (root; falls back to loopback, and says so) or loopback."""
+    hardware: str = "npu-1536-industrial"
+    """Profile of the simulated tables."""
+    rounds: int = 4
+    """Interleaved rounds of the measured runs."""
+    seed: int = 1
+    """Seeds data, weights and noise."""
+    again: bool = False
+    """Also measure what is there already."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    from nestpipe.commands.report import main as report
+    from results.plan import Options, plan
+
+    command = tyro.cli(ReproduceCommand, prog="nestpipe reproduce", args=arguments)
+    if min(command.workers, command.rounds) < 1:
+        raise ValueError("--workers and --rounds must be at least 1")
+    shared = ("size", "workers", "testbed", "hardware", "rounds", "seed")
+    options = Options(**{name: getattr(command, name) for name in shared})
+    parts = plan(options)
+    if command.only:
+        wanted = {name.strip() for name in command.only.split(",")}
+        known = {part.name for part in parts} | {name for part in parts for name in part.feeds}
+        if unknown := sorted(wanted - known):
+            raise ValueError(f"no part, table or figure '{unknown[0]}': one of {', '.join(sorted(known))}")
+        parts = [part for part in parts if part.name in wanted or wanted & set(part.feeds)]
+    require_writable_folder(command.folder)
+    console = Console(stderr=True)
+    began = time.monotonic()
+    for i, part in enumerate(parts):
+        _run(part, i, len(parts), command, console)
+    status = report(["--folder", str(command.folder)])
+    console.print(f"all parts in {time.monotonic() - began:.0f} s", highlight=False)
+    return status
+
+
+def _run(part: Part, i: int, count: int, command: ReproduceCommand, console: Console) -> None:
+    from results.measure import run_part
+
+    columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task(part.name, total=None)
+        done = run_part(
+            part,
+            command.folder,
+            lambda title, at, total: bars.update(task, description=title, completed=at, total=total),
+            again=command.again,
+        )
+    kept = " (kept from before)" if part.kind == "measured" and not done.measured else ""
+    console.print(
+        f"{i + 1}/{count} {part.name}: {len(done.records)} records, {done.seconds:.0f} s{kept}", highlight=False
+    )
+    for note in dict.fromkeys(done.notes):
+        console.print(f"    {note}", highlight=False)
+    if not kept:
+        _note_time(command.folder, part.name, done.seconds)
+
+
+def _note_time(folder: Path, part: str, seconds: float) -> None:
+    from results.report import read_times
+
+    times = read_times(folder) | {part: round(seconds, 1)}
+    write_atomically(folder / "times.json", json.dumps(times, indent=1, sort_keys=True) + "\n")

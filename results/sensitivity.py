@@ -1,0 +1,168 @@
+"""Figures 9 and 10: what the micro-batch and the model's sizes do to a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from results.aggregate import published_frame
+from results.artefacts import Artefact, Sources, Table
+from results.cells import CELLS
+from results.draw import COLOURS, figure, marker, parts_legend, picture, stacked_bars
+from results.notes import note_mismatches, note_table
+from results.series import in_order, measured_medians, simulated_means
+
+SIMULATED_MICRO, SIMULATED_SIZES, MICRO, SIZES = (
+    "simulated-micro-batches",
+    "simulated-sizes",
+    "micro-batches",
+    "sizes",
+)
+_SWEEPS = {"embedding_dim": "embedding dim", "dense_layers": "dense layers", "sequence_length": "sequence length"}
+_BARS = ("TorchRec (serial)", "NestPipe")
+
+
+def fig9(sources: Sources) -> Artefact:
+    """Micro-batch size against step latency and exposed communication."""
+    simulated, local = (_windowed(f) for f in _frames(sources, SIMULATED_MICRO, MICRO))
+    notes = published_frame(sources.published)
+    notes = notes[(notes["where"] == "9") & (notes["metric"] == "exposed_ratio")]
+    made, axes = figure(4 if len(local) else 2)
+    _curves(axes[0], simulated, "step_ms", "simulated: 1,536 workers", "step latency, ms")
+    _curves(axes[1], simulated, "exposed_pct", "simulated: 1,536 workers", "exposed share of communication, %")
+    sizes = [int(dict(pair.split("=") for pair in text.split())["micro_batch"]) for text in notes["setting"]]
+    axes[1].plot(sizes, notes["value"], "D", color="black", fillstyle="none", label="published [N], no clustering")
+    axes[1].legend()
+    if len(local):
+        where = local["conditions"].iloc[0]
+        _curves(axes[2], local, "step_ms", f"measured: {where}", "step latency, ms")
+        _curves(axes[3], local, "exposed_pct", f"measured: {where}", "exposed share of communication, %")
+    alt = "Step latency and the exposed share of communication fall as the batch is cut into more micro-batches."
+    return Artefact(
+        "fig9",
+        "Figure 9: micro-batch size (RQ4)",
+        (
+            note_table(sources, "9", "fig9", "Figure 9: published points"),
+            _numbers(
+                "fig9-series", "Figure 9: the numbers", pd.concat([simulated, local]), ("micro_batch", "clustering")
+            ),
+        ),
+        (
+            picture(
+                "fig9",
+                "NestPipe. Simulated: batch 512; without clustering keys repeat between micro-batches as the router "
+                "measured it on KuaiRand-like data. Measured: batch 64, real processes, medians.",
+                alt,
+                made,
+            ),
+        ),
+        mismatches=tuple(note_mismatches(sources, "9", "Figure 9")),
+        missing=_missing(sources, SIMULATED_MICRO, MICRO),
+    )
+
+
+def _windowed(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame[frame["label"].str.startswith("NestPipe")] if len(frame) else frame
+
+
+def _curves(panel: Any, frame: pd.DataFrame, metric: str, title: str, unit: str) -> None:
+    for i, (clustering, group) in enumerate(frame.groupby("clustering", sort=True) if len(frame) else ()):
+        line = group.sort_values("micro_batch")
+        name = "with clustering" if clustering == "on" else "without clustering"
+        panel.plot(line["micro_batch"], line[metric], marker=marker(i), color=COLOURS[i], label=name)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(sorted(set(frame["micro_batch"])) if len(frame) else [])
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.set_title(title, fontsize=7)
+    panel.set(xlabel="samples per micro-batch", ylabel=unit, ylim=(0, None))
+    panel.legend()
+
+
+def fig10(sources: Sources) -> Artefact:
+    """Step latency breakdown by embedding dim, dense layers and sequence length."""
+    simulated, local = _frames(sources, SIMULATED_SIZES, SIZES)
+    rows = [("simulated: 1,536 workers", simulated)]
+    if len(local):
+        rows.append((f"measured: {local['conditions'].iloc[0]}", local))
+    made, axes = figure(3, height=2.8, rows=len(rows), width=3.2)
+    tables = [note_table(sources, "10", "fig10", "Figure 10: published points")]
+    for r, (title, frame) in enumerate(rows):
+        for c, (name, words) in enumerate(_SWEEPS.items()):
+            panel = axes[3 * r + c]
+            panel.set_title(f"{words}\n{title}", fontsize=7, pad=14)
+            sweep = one_dimension(frame, name) if len(frame) else frame
+            if not len(sweep):
+                continue
+            groups = sorted(set(sweep[name]))
+            bars = in_order(sweep["label"])
+            parts = {(str(row[name]), row["label"]): row for row in sweep.to_dict("records")}
+            stacked_bars(panel, [str(g) for g in groups], bars, parts, "ms a step")
+    parts_legend(made)
+    both = pd.concat([frame for _, frame in rows])
+    tables.append(_numbers("fig10-series", "Figure 10: the numbers", both, tuple(_SWEEPS)))
+    return Artefact(
+        "fig10",
+        "Figure 10: embedding dim, dense layers, sequence length (RQ4)",
+        tuple(tables),
+        (
+            picture(
+                "fig10",
+                "Parts of a step that are on its critical path. Simulated: one dimension varied around the reference "
+                "(which is assumed: the paper's is not published). Measured: real processes, unpaced, medians.",
+                "Stacked bars of step latency for TorchRec and NestPipe by embedding dimension, dense layers and "
+                "sequence length, simulated above and measured below.",
+                made,
+            ),
+        ),
+        mismatches=tuple(note_mismatches(sources, "10", "Figure 10")),
+        missing=_missing(sources, SIMULATED_SIZES, SIZES),
+    )
+
+
+def one_dimension(frame: pd.DataFrame, name: str) -> pd.DataFrame:
+    """The rows that differ from the most usual sizes in ``name`` at most."""
+    frame = frame[frame["label"].isin(_BARS)]
+    for other in _SWEEPS:
+        if other != name and len(frame):
+            frame = frame[frame[other] == frame[other].mode().iloc[0]]
+    return frame
+
+
+def _frames(sources: Sources, simulated: str, measured: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    return simulated_means(sources.of(simulated)), measured_medians(sources.of(measured))
+
+
+def _numbers(name: str, title: str, frame: pd.DataFrame, by: Sequence[str]) -> Table:
+    """Step and exposed parts of every point of a figure."""
+    columns = {"step_ms": "step", "exposed_lookup_ms": "exposed lookup", "exposed_communication_ms": "exposed comm."}
+    cells, rows = [], []
+    if len(frame):
+        frame = frame.assign(_row=frame["label"].map(lambda label: in_order([label])[0]))
+        frame = frame.sort_values(["conditions", *by, "label"], kind="stable")
+    for row in frame.to_dict("records"):
+        kind = "measured" if "setting" in row and isinstance(row["setting"], str) else "simulated"
+        point = ", ".join(f"{key.replace('_', ' ')} {row[key]}" for key in by)
+        rows.append(
+            {"kind": kind, "conditions": row["conditions"], "point": point, "method": row["label"]}
+            | {f"{words} [ms]": f"{row[metric]:,.2f}" for metric, words in columns.items()}
+        )
+        cells += [
+            {
+                "metric": f"{words}, {point}",
+                "workers": row["workers"],
+                "label": row["label"],
+                "kind": kind,
+                "conditions": row["conditions"],
+                "value": row[metric],
+                "unit": "ms",
+            }
+            for metric, words in columns.items()
+        ]
+    caption = "One row per point; no row mixes kinds."
+    return Table(name, title, caption, pd.DataFrame(rows), pd.DataFrame(cells, columns=CELLS))
+
+
+def _missing(sources: Sources, *parts: str) -> tuple[str, ...]:
+    return tuple(part for part in parts if not sources.of(part))
