@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from baselines.two_d_sp_schedule import nestpipe_two_d_sp, nestpipe_two_d_sp_exact
+from baselines.two_d_sp_schedule import exact, nestpipe_two_d_sp, nestpipe_two_d_sp_exact
 from baselines.uniemb import uniemb
 from nestpipe.engine import Engine
 from nestpipe.methods import Build, Method, MethodOptions, scheduled_method
@@ -60,14 +60,15 @@ def _torchrec(name: str, before_step: Iterable[Any] = ()) -> Schedule:
     return schedule(name, 1, ops)
 
 
-def _build_torchrec(name: str, **sharding: bool) -> Build:
+def _build_torchrec(name: str, planner: bool = False, bf16: bool = False, dedup: bool = False) -> Build:
     def build(
         spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
     ) -> Trainer:
         from baselines.torchrec_dmp import TorchRecTrainer
         from baselines.torchrec_sharding import one_dimensional
 
-        return TorchRecTrainer(spec, sparse, dense, seed, name=name, distribute=partial(one_dimensional, **sharding))
+        distribute = partial(one_dimensional, planner=planner, bf16=bf16, dedup=dedup)
+        return TorchRecTrainer(spec, sparse, dense, seed, name=name, distribute=distribute)
 
     return build
 
@@ -112,12 +113,13 @@ def _adapt_two_d_sp(method: Method, options: MethodOptions) -> Method:
     return replace(method, schedule=partial(two_d_sp_schedule, options), build=build)
 
 
-_UNADAPTED = Method("2d-sp", "", partial(two_d_sp_schedule, MethodOptions()), _build_torchrec("2d-sp"))
 TWO_D_SP = _adapt_two_d_sp(
-    replace(
-        _UNADAPTED,
-        summary="real TorchRec's DMPCollection: tables sharded in replica groups, replicas averaged (--replica-groups)",
-        paper_method="2D-SP",
+    Method(
+        "2d-sp",
+        "real TorchRec's DMPCollection: tables sharded in replica groups, replicas averaged (--replica-groups)",
+        torchrec_schedule,
+        _build_torchrec("2d-sp"),
+        "2D-SP",
         observed=True,
         micro_batches=1,
         adapt=_adapt_two_d_sp,
@@ -126,29 +128,32 @@ TWO_D_SP = _adapt_two_d_sp(
 )
 
 
-def _grouped_method(name: str, summary: str, make: Callable[[int], Schedule], paper: str | None) -> Method:
+def _grouped_method(name: str, summary: str, make: Callable[[int], Schedule], paper: str | None = None) -> Method:
+    """A method of the engine in replica groups. With SGD, 2D-SP's update rule is the plain one: no mark."""
+
     def adapt(method: Method, options: MethodOptions) -> Method:
+        def template(micro_batches: int) -> Schedule:
+            found = make(micro_batches)
+            return exact(found, name) if options.sparse_optimizer == "sgd" else found
+
         def build(
             spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
         ) -> Trainer:
-            return Engine(make(micro_batches), spec, sparse, dense, seed, replica_groups=options.replica_groups)
+            groups = options.replica_groups
+            return Engine(template(micro_batches), spec, sparse, dense, seed, replica_groups=groups)
 
-        return replace(method, build=build)
+        return replace(method, schedule=template, build=build)
 
     return adapt(replace(scheduled_method(name, summary, make, paper), adapt=adapt), MethodOptions())
 
 
 NESTPIPE_TWO_D_SP = _grouped_method(
-    "nestpipe+2d-sp",
-    "NestPipe in replica groups, with 2D-SP's update rule",
-    nestpipe_two_d_sp,
-    "NestPipe+2D-SP",
+    "nestpipe+2d-sp", "NestPipe in replica groups, with 2D-SP's update rule", nestpipe_two_d_sp, "NestPipe+2D-SP"
 )
 NESTPIPE_TWO_D_SP_EXACT = _grouped_method(
     "nestpipe+2d-sp-exact",
     "NestPipe in replica groups, gradients summed over groups before the update: synchronous",
     nestpipe_two_d_sp_exact,
-    None,
 )
 NESTPIPE_BF16 = scheduled_method(
     "nestpipe+bf16",

@@ -97,7 +97,9 @@ class TorchRecTrainer:
             raise ValueError("tables of one EmbeddingCollection have one dim: " + str(spec.tables))
         self.name = name
         self.tables = {table.name: table for table in spec.tables}
-        self._group = group or dist.group.WORLD
+        everyone = group or dist.group.WORLD
+        assert everyone is not None, "join a process group first"
+        self._group: dist.ProcessGroup = everyone
         self._world = dist.get_world_size(self._group)
         # Agreement at the end of the data is no part of TorchRec's step: a group of its own, where all ranks are
         # here to make one. (A group made by some ranks alone takes a name that depends on the ranks only, so a
@@ -143,7 +145,7 @@ class TorchRecTrainer:
         self._current = inputs[0]
 
     def _hide_padding_sample(self, module: nn.Module, inputs: Any, awaitable: Any) -> None:
-        if not len(self._current):
+        if self._current is not None and not len(self._current):
             awaitable.callbacks.append(_without_samples)
 
     # ---- the Trainer interface ----
@@ -155,6 +157,7 @@ class TorchRecTrainer:
         with self._observer.step() if self._observer else nullcontext():
             losses = self._pipeline.progress(self._batches)
         batch, step = self._current, self._trained
+        assert batch is not None
         self._trained += 1
         loss = float(losses.sum()) / max(1, batch.global_samples)
         sent = self._observer.sent_bytes if self._observer else 0

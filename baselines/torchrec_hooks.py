@@ -118,10 +118,10 @@ class Observer:
         def all_to_all_single(
             output: Tensor,
             input: Tensor,
-            output_split_sizes=None,
-            input_split_sizes=None,
-            group=None,
-            async_op=False,
+            output_split_sizes: Any = None,
+            input_split_sizes: Any = None,
+            group: Any = None,
+            async_op: bool = False,
         ) -> dist.Work | None:
             ours = threading.get_ident() == self._thread and group is self._group
             if ours and input.is_floating_point():
@@ -160,7 +160,7 @@ class Observer:
             with self.host("D", self._batch):
                 synchronise(include_optimizer_state)
 
-        dmp.sync = timed  # type: ignore[method-assign]
+        dmp.sync = timed
 
     def _watch_keys(self, pipeline: TrainPipelineSparseDist) -> None:
         start_dist, wait_dist = pipeline.start_sparse_data_dist, pipeline.wait_sparse_data_dist
@@ -184,7 +184,7 @@ class Observer:
             self._launched = None
             self._flights[number] = _Flight(self._last_mark, works)
 
-        pipeline.start_sparse_data_dist, pipeline.wait_sparse_data_dist = start, wait  # type: ignore[method-assign]
+        pipeline.start_sparse_data_dist, pipeline.wait_sparse_data_dist = start, wait
 
     def _watch_lookup(self, collection: ShardedEmbeddingCollection) -> None:
         def forward_begins(*_: Any) -> None:
@@ -253,8 +253,8 @@ class Observer:
                 optimizer_step()
 
         pipeline._model_fwd = timed_forward
-        pipeline._backward = timed_backward  # type: ignore[method-assign]
-        pipeline._optimizer_step = timed_step  # type: ignore[method-assign]
+        pipeline._backward = timed_backward
+        pipeline._optimizer_step = timed_step
         if isinstance(ddp, DistributedDataParallel):
             ddp._set_ddp_runtime_logging_sample_rate(1)
 
@@ -263,6 +263,7 @@ class Observer:
         self._end("F")
 
     def _add_allreduce(self, ddp: DistributedDataParallel) -> None:
+        assert ddp.logger is not None
         ddp.logger.set_runtime_stats_and_log()
         times = ddp._get_ddp_logging_data()
         start, end = times.get("backward_comm_time_start", 0), times.get("backward_comm_time_end", 0)

@@ -28,10 +28,8 @@ made, and placements lose their device index, which a CPU has not.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +39,8 @@ from torch import nn
 
 from baselines.torchrec_dmp import TorchRecTrainer
 from baselines.torchrec_sharding import CPU, Distributed, fused_sharder, row_wise_plan
+from nestpipe.embedding.optim import momentum_scaled
+from nestpipe.embedding.replicas import check_groups
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer
 
 # The trainer's module has checked the versions.
@@ -92,20 +92,6 @@ def two_d_sp_trainer(
         distribute=partial(_replicated, groups=groups),
         sync_interval=interval,
     )
-
-
-def check_groups(ranks: int, groups: int) -> None:
-    """Raises ValueError where ``ranks`` ranks make no ``groups`` groups of equal size."""
-    if groups < 1 or ranks % groups:
-        raise ValueError(f"{ranks} ranks cannot be split into {groups} replica groups of equal size")
-
-
-def momentum_scaled(optimizer: SparseOptimizer, scale: float) -> SparseOptimizer:
-    """AdaGrad with its accumulator divided by ``scale``, as learning rate and epsilon; SGD as it is."""
-    if optimizer.name != "rowwise_adagrad":
-        return optimizer
-    root = math.sqrt(scale)
-    return replace(optimizer, lr=optimizer.lr * root, eps=optimizer.eps * root)
 
 
 def _replicated(

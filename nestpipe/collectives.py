@@ -16,11 +16,19 @@ def error_on_its_way() -> bool:
 
 
 class Exchange:
-    """All2All and AllReduce on one process group; without torch.distributed there is one rank and nothing travels."""
+    """All2All and AllReduce on one process group; without torch.distributed there is one rank and nothing travels.
 
-    def __init__(self, ranks: Sequence[int] | None = None):
+    ``partition``: the ranks of every group, this rank's among them; None for one group of all. Collective over all
+    ranks, whatever their group.
+    """
+
+    def __init__(self, partition: Sequence[Sequence[int]] | None = None):
         joined = dist.is_available() and dist.is_initialized()
-        self.group = dist.new_group(ranks) if joined else None
+        self.group = None
+        if joined:
+            groups = [dist.new_group(list(ranks)) for ranks in partition] if partition else [dist.new_group()]
+            mine = next(i for i, ranks in enumerate(partition) if dist.get_rank() in ranks) if partition else 0
+            self.group = groups[mine]
         self.rank = dist.get_rank(self.group) if joined else 0
         self.world_size = dist.get_world_size(self.group) if joined else 1
 

@@ -66,12 +66,12 @@ class ModelConfig:
 class OptimizerConfig:
     """How weights move."""
 
-    sparse_optimizer: Literal["sgd", "rowwise_adagrad"] = "rowwise_adagrad"
-    """Update rule of the embedding rows."""
+    sparse_optimizer: Literal["sgd", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
+    """Update rule of the embedding rows (adam: methods that this engine runs, not real TorchRec on a CPU)."""
     sparse_lr: float = 0.05
     """Learning rate of the embedding rows."""
     sparse_eps: float = 1e-8
-    """AdaGrad's epsilon."""
+    """Epsilon of AdaGrad and Adam."""
     dense_optimizer: Literal["sgd", "adam"] = "adam"
     """Optimizer of the dense network (torch.optim)."""
     dense_lr: float = 1e-3

@@ -7,19 +7,21 @@ what the checker proves about the declared slots holds for the memory that is re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nestpipe.collectives import Exchange, error_on_its_way
-from nestpipe.consistency import unfinished_steps
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.embedding.collection import ReceivedEmbeddings
-from nestpipe.embedding.optim import sparse_update, state_width
+from nestpipe.embedding.optim import averaged_update, momentum_scaled, sparse_update, state_width
+from nestpipe.embedding.replicas import Replicas, sharding_groups
 from nestpipe.embedding.routing import RoutingPlan, route
-from nestpipe.embedding.table import DualBuffer, host_table, shard_layout
+from nestpipe.embedding.table import DualBuffer, Rows, host_table, resharded_rows, shard_layout
 from nestpipe.lanes import Delay, LaneStopped, OneAtATime, ThreadLanes
+from nestpipe.runnable import lanes_without_waiting, require_runnable
 from nestpipe.schedule import Ref, Schedule, folded
 from nestpipe.trace import Span
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult
@@ -31,8 +33,10 @@ class Engine:
     """Trains ``spec`` by ``schedule`` on every rank of the default process group (or on one rank without it).
 
     ``overlap=False`` runs the schedule's list one operation at a time. ``delay`` shakes the lanes (tests).
+    ``replica_groups``: groups that hold a whole copy of the tables each, where the schedule has a stage D.
+    Marks are obeyed: E or G that are ``lossy`` move bfloat16; ``update_rule`` on U is 2D-SP's, averaged over groups.
     Raises ValueError for a schedule that lacks a stage this engine needs or whose declared accesses
-    do not cover what the stage really touches.
+    do not cover what the stage really touches, for ranks that cannot be split, and for an unknown sparse optimizer.
     """
 
     def __init__(
@@ -44,16 +48,24 @@ class Engine:
         seed: int,
         overlap: bool = True,
         delay: Delay | None = None,
+        replica_groups: int = 1,
     ):
-        _require_runnable(schedule)
+        require_runnable(schedule)
         self.name = schedule.name
         self.schedule = schedule
         self._spec = spec
-        self._rule = sparse_optimizer
-        self._exchanges = {group: Exchange() for group in ("keys", "all2all", "allreduce")}
+        marks = {op.ref.stage: op.marks for op in schedule.ops}
+        self._averaged = "update_rule" in marks["U"]
+        self._rule = momentum_scaled(sparse_optimizer, replica_groups) if self._averaged else sparse_optimizer
+        self._wire = {stage: torch.bfloat16 if "lossy" in marks[stage] else torch.float32 for stage in "EG"}
+        sharding = sharding_groups(replica_groups if "D" in marks else 1)
+        self._exchanges = {group: Exchange(sharding) for group in ("keys", "all2all")} | {"allreduce": Exchange()}
+        self._replicas = Replicas(replica_groups) if sharding else None
+        if self._replicas:
+            self._exchanges |= self._replicas.exchanges
         ranks = self._exchanges["keys"]
         self.layout = shard_layout(spec.tables, ranks.world_size)
-        width = state_width(sparse_optimizer)
+        width = state_width(sparse_optimizer, spec.tables[0].dim)
         self.shard = host_table(self.layout, ranks.rank, seed, width)
         self._dim = spec.tables[0].dim
         self.buffers = DualBuffer(schedule.rings["buffer"], self._dim, width)
@@ -75,7 +87,9 @@ class Engine:
         self._run_stage: dict[str, Callable[[Ref], None]] = {
             op.ref.stage: getattr(self, _METHODS[op.ref.stage]) for op in schedule.ops
         }
-        lanes = folded(schedule, _lanes_without_waiting(ranks.world_size))
+        self._updates_table = any(op.ref.stage == "U" and "table" in op.writes for op in schedule.ops)
+        self._in_flight: Mapping[int, Mapping[str, Tensor]] = {}
+        lanes = folded(schedule, lanes_without_waiting(ranks.world_size, self._exchanges["allreduce"].world_size))
         self._lanes: ThreadLanes | OneAtATime = (
             ThreadLanes(lanes, self.execute, delay=delay) if overlap else OneAtATime(lanes, self.execute)
         )
@@ -114,22 +128,66 @@ class Engine:
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
+        """Everything that makes training go on exactly from batch ``step``, on this rank; live tensors.
+
+        ``in_flight``: by batch, rows that are in a buffer already and differ from the table's: read early (stale).
+        """
         self.finish()
         return {
+            "step": self._step,
+            "shards": self.layout.world_size,
             "weight": self.shard.weight,
             "state": self.shard.state,
+            "in_flight": self._early_rows(),
             "dense": {name: p.detach() for name, p in self.model.named_parameters()},
             "dense_optimizer": self.dense_optimizer.state_dict(),
         }
 
+    def _early_rows(self) -> dict[int, dict[str, Tensor]]:
+        found: dict[int, dict[str, Tensor]] = {}
+        ahead = max((op.ref.batch for op in self.schedule.ops if op.ref.stage == "R"), default=0)
+        for batch in range(self._step, self._step + ahead) if self._running else ():
+            plan = self._plan(batch)
+            rows = self.buffers[batch % self.schedule.rings["buffer"]]
+            if not plan.ended and not rows.equals(self.shard, plan.rows):
+                found[batch] = {"rows": plan.rows, "weight": rows.weight.clone(), "state": rows.state.clone()}
+        return found
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over ``state``; batches in flight are dropped, and the next iterator must start with batch ``step``.
+
+        Raises ValueError for a state of another number of shards (``resharded`` makes one that fits).
+        """
+        if state["shards"] != self.layout.world_size:
+            raise ValueError(f"state of {state['shards']} shards, but there are {self.layout.world_size} here")
         self.finish()
+        self._running = False
+        self._step = state["step"]
+        self._in_flight = dict(state["in_flight"])
         self.shard.weight.copy_(state["weight"])
         self.shard.state.copy_(state["state"])
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(state["dense"][name])
-        self.dense_optimizer.load_state_dict(state["dense_optimizer"])
+        self._flat_gradient.zero_()
+        # A copy: an optimizer takes tensors over as they are, and would go on to change the caller's.
+        self.dense_optimizer.load_state_dict(deepcopy(state["dense_optimizer"]))
+
+    def resharded(self, states: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
+        """A state for this rank from those of all ranks of another number of ranks, to go on from batch ``step``.
+
+        Raises ValueError where rows in flight were read early: they fit the old batches only.
+        """
+        if any(state["in_flight"] for state in states):
+            raise ValueError(f"{self.name} has rows in flight that were read early; they fit their own number of ranks")
+        shards = states[0]["shards"]
+        # Replicas are equal: those of the first group will do.
+        first = states[:: len(states) // shards]
+        rows = resharded_rows(
+            [Rows(state["weight"], state["state"]) for state in first], self.layout, self._exchanges["keys"].rank
+        )
+        head = {"step": step, "shards": self.layout.world_size, "in_flight": {}}
+        return {**states[0], **head, "weight": rows.weight, "state": rows.state}
 
     def close(self) -> None:
         self._lanes.close()
@@ -199,11 +257,22 @@ class Engine:
     def _route_keys(self, op: Ref) -> None:
         parts, ended = self._get("input", op)
         before = self._get("plan", op, 1) if self._has_sync and op.batch > self._first else None
-        self._put("plan", op, route(parts, ended, self.layout, self._exchanges["keys"], before))
+        if self._replicas is None:
+            plan = route(parts, ended, self.layout, self._exchanges["keys"], before)
+        else:
+            plan = route(parts, ended, self.layout, self._exchanges["keys"], None, self._replicas.agree)
+            plan = plan if plan.ended else self._replicas.widened(plan, before)
+        self._put("plan", op, plan)
 
     def _retrieve(self, op: Ref) -> None:
         rows = self._plan(op.batch).rows
-        self.shard.gather(rows, self.buffers.resize(self._buffer(op), len(rows)))
+        buffer = self.buffers.resize(self._buffer(op), len(rows))
+        early = self._in_flight.get(op.batch)
+        if early is None:
+            self.shard.gather(rows, buffer)
+        else:  # resumed: these rows were in the buffer when the checkpoint was taken
+            buffer.weight.copy_(early["weight"])
+            buffer.state.copy_(early["state"])
 
     def _synchronise(self, op: Ref) -> None:
         if op.batch > self._first:
@@ -213,14 +282,15 @@ class Engine:
     def _embedding_all_to_all(self, op: Ref) -> None:
         plan = self._plan(op.batch).micro[op.micro - 1]
         source = self.buffers[self._buffer(op)].weight.index_select(0, plan.send_index)
-        self._rings["received"][self._micro("received", op)] = self._exchange_rows(source, plan.receive, plan.send)
+        self._rings["received"][self._micro("received", op)] = self._exchange_rows("E", source, plan.receive, plan.send)
 
-    def _exchange_rows(self, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> Tensor:
-        if self.layout.world_size == 1:
-            return source
-        target = torch.empty(sum(receive), self._dim)
-        self._exchanges["all2all"].all_to_all(target, source, receive, send)
-        return target
+    def _exchange_rows(self, stage: str, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> Tensor:
+        source = source.to(self._wire[stage])  # rows that stay here too: results do not depend on the ranks
+        if self.layout.world_size > 1:
+            target = torch.empty(sum(receive), self._dim, dtype=source.dtype)
+            self._exchanges["all2all"].all_to_all(target, source, receive, send)
+            source = target
+        return source.float()
 
     def _forward(self, op: Ref) -> None:
         part = self._get("batch", op)[op.micro - 1]
@@ -247,18 +317,42 @@ class Engine:
     def _gradient_all_to_all(self, op: Ref) -> None:
         plan = self._plan(op.batch).micro[op.micro - 1]
         gradient = self._rings["gradient"][self._micro("gradient", op)]
-        arrived = self._exchange_rows(gradient, plan.send, plan.receive)
+        arrived = self._exchange_rows("G", gradient, plan.send, plan.receive)
+        if plan.everywhere is None or plan.arrive_index is None:
+            self._accumulate(op, plan.send_index, arrived)
+        else:
+            own = torch.zeros(len(plan.everywhere), self._dim).index_add_(0, plan.arrive_index, arrived)
+            self._rings["arrived"][self._micro("arrived", op)] = own
+
+    def _synchronise_replicas(self, op: Ref) -> None:
+        own = self._rings["arrived"][self._micro("arrived", op)]
+        if self._replicas is None:  # one group: G has accumulated
+            return
+        index = self._plan(op.batch).micro[op.micro - 1].everywhere
+        assert index is not None
+        self._accumulate(op, index, self._replicas.apart(own) if self._averaged else self._replicas.summed(own))
+
+    def _accumulate(self, op: Ref, index: Tensor, gradient: Tensor) -> None:
+        """Add float32 [.., n, dim] to the accumulator's rows ``index``; with 2D-SP's rule it has a part per group."""
         total = self._get("accumulator", op)
         if total is None:
-            total = torch.zeros(len(self._plan(op.batch).rows), self._dim)
-        self._put("accumulator", op, total.index_add_(0, plan.send_index, arrived))
+            total = torch.zeros(*gradient.shape[:-2], len(self._plan(op.batch).rows), self._dim)
+        self._put("accumulator", op, total.index_add_(-2, index, gradient))
 
     def _all_reduce(self, op: Ref) -> None:
         self._exchanges["allreduce"].all_reduce(self._flat_gradient)
 
     def _sparse_update(self, op: Ref) -> None:
-        total = self._get("accumulator", op)
-        sparse_update(self._rule, self.buffers[self._buffer(op)], total)
+        total, rows = self._get("accumulator", op), self.buffers[self._buffer(op)]
+        index = self._plan(op.batch).rows
+        if self._updates_table:  # what the buffer holds was read early: the update goes to what is there now
+            self.shard.gather(index, rows)
+        if self._averaged and total.dim() == 3:
+            averaged_update(self._rule, rows, total)
+        else:
+            sparse_update(self._rule, rows, total)
+        if self._updates_table:
+            self.shard.scatter(index, rows)
         self._put("accumulator", op, None)
 
     def _dense_step(self, op: Ref) -> None:
@@ -269,10 +363,16 @@ class Engine:
             step=op.batch,
             loss=sum(self._losses.pop((op.batch, m), 0.0) for m in range(1, self.schedule.micro_batches + 1)),
             samples=sum(map(len, self._get("batch", op))),
-            embedding_bytes=2 * plan.remote * self._dim * 4,
-            minimum_embedding_bytes=2 * plan.minimum_remote * self._dim * 4,
+            embedding_bytes=self._bytes(plan.remote, plan.synchronised),
+            minimum_embedding_bytes=self._bytes(plan.minimum_remote, [len(plan.rows)] if self._replicas else []),
             duplication_factor=plan.travelling / max(1, plan.distinct),
         )
+
+    def _bytes(self, exchanged: int, synchronised: Sequence[int]) -> int:
+        """Of rows exchanged once in either direction, and of rows that replicas synchronise."""
+        row = sum(dtype.itemsize for dtype in self._wire.values()) * self._dim
+        replicas = sum(self._replicas.sent_rows(n, self._averaged) for n in synchronised) if self._replicas else 0
+        return exchanged * row + replicas * self._dim * 4
 
     def _write_back(self, op: Ref) -> None:
         self.shard.scatter(self._plan(op.batch).rows, self.buffers[self._buffer(op)])
@@ -288,17 +388,12 @@ _METHODS = {
     "F": "_forward",
     "B": "_backward",
     "G": "_gradient_all_to_all",
+    "D": "_synchronise_replicas",
     "A": "_all_reduce",
     "U": "_sparse_update",
     "O": "_dense_step",
     "W": "_write_back",
 }
-
-
-def _lanes_without_waiting(world_size: int) -> dict[str, str]:
-    """Lanes that would only add hand-offs between threads: no copy on a CPU, no collective on one rank."""
-    alone = {"all2all": "compute", "allreduce": "compute"} if world_size == 1 else {}
-    return {"copy": "keys", **alone}
 
 
 def _flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
@@ -307,20 +402,3 @@ def _flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
     for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = piece.view_as(parameter)
     return flat
-
-
-def _require_runnable(schedule: Schedule) -> None:
-    needed = [(s, m) for s in "EFBG" for m in range(1, schedule.micro_batches + 1)] + [(s, 0) for s in "PHKRAUOW"]
-    present = {(op.ref.stage, op.ref.micro) for op in schedule.ops}
-    for stage, micro in needed:
-        if (stage, micro) not in present:
-            name = stage + (f".{micro}" if micro else "")
-            raise ValueError(f"schedule '{schedule.name}' lacks {name}: this engine cannot train without it")
-    if texts := unfinished_steps(schedule):
-        raise ValueError(f"schedule '{schedule.name}': {texts[0]}")
-    for op in schedule.ops:
-        touched = {*op.stage.reads, *op.stage.writes} - {"plan-1"}
-        hidden = sorted(touched - {*op.reads, *op.writes}) or sorted({*op.stage.writes} - {*op.writes})
-        if hidden:
-            name = f"schedule '{schedule.name}': {op.ref.relative()}"
-            raise ValueError(f"{name} touches {', '.join(hidden)}, which it does not declare")

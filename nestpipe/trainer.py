@@ -44,11 +44,15 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class SparseOptimizer:
-    """``sgd`` or ``rowwise_adagrad`` (state: one float32 per row, mean over the dim of squared gradients)."""
+    """``sgd``, ``rowwise_adagrad`` or ``adam`` (the engine alone); the formulas are in ``nestpipe.embedding.optim``.
+
+    State per row, float32: none; one, the mean over the dim of squared gradients; 2 dim + 1.
+    """
 
     name: str = "rowwise_adagrad"
     lr: float = 0.05
     eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.999)
 
 
 @dataclass(frozen=True)

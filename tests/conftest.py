@@ -44,6 +44,12 @@ def _pool(workers: int) -> Iterator[LazyPool]:
 
 
 @pytest.fixture(scope="session")
+def pool1() -> Iterator[LazyPool]:
+    """One rank: what must not happen in the tests' own process."""
+    yield from _pool(1)
+
+
+@pytest.fixture(scope="session")
 def pool2() -> Iterator[LazyPool]:
     """Two ranks: `pool2.run(function, *args)` gives the results in rank order."""
     yield from _pool(2)

@@ -6,7 +6,7 @@ the owner retrieves each distinct row of the batch once, whoever asked for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,8 @@ from nestpipe.collectives import Exchange
 from nestpipe.data.batch import Batch
 from nestpipe.embedding.table import ShardLayout
 
+Agree = Callable[[int, bool], tuple[int, bool]]
+
 
 @dataclass(frozen=True)
 class MicroPlan:
@@ -23,13 +25,17 @@ class MicroPlan:
 
     ``inverse`` [keys]: per key, features one after the other, its row among the received;
     ``receive``/``send``: rows from and to each rank; ``send_index`` [sum(send)]: positions in the
-    buffer of the rows that travel, in rank order of their requesters.
+    buffer of the rows that travel, in rank order of their requesters. Where tables are replicated over groups:
+    ``everywhere`` [n], positions in the buffer of the rows that any group's micro-batch touches, and ``arrive_index``
+    [sum(send)], positions in ``everywhere`` of the rows that travel here.
     """
 
     inverse: Tensor
     receive: tuple[int, ...]
     send: tuple[int, ...]
     send_index: Tensor
+    everywhere: Tensor | None = None
+    arrive_index: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,11 @@ class RoutingPlan:
     remote: int = 0
     minimum_remote: int = 0
     ended: bool = False
+
+    @property
+    def synchronised(self) -> list[int]:
+        """Rows per micro-batch that D exchanges; empty where tables are not replicated."""
+        return [len(m.everywhere) for m in self.micro if m.everywhere is not None]
 
 
 def batch_keys(parts: Sequence[Batch], layout: ShardLayout) -> Tensor:
@@ -89,11 +100,13 @@ def route(
     layout: ShardLayout,
     exchange: Exchange,
     before: RoutingPlan | None,
+    agree: Agree = lambda samples, ended: (samples, ended),
 ) -> RoutingPlan:
     """The routing plan of a batch given as its micro-batches. Collective: one exchange of sizes, one of keys.
 
     ``ended``: this rank has no more data and ``parts`` are empty; it takes part until no rank has any.
-    ``before``: the previous batch's plan, where buffers are to be synchronised with it.
+    ``before``: the previous batch's plan, where buffers are to be synchronised with it. ``agree``: what the group of
+    ``exchange`` knows (samples, has the data ended) -> what all ranks know.
     """
     world, micros = layout.world_size, len(parts)
     keys = batch_keys(parts, layout)
@@ -107,7 +120,8 @@ def route(
     theirs = torch.empty_like(facts)
     exchange.all_to_all(theirs, facts, [1] * world, [1] * world)
     asked, samples_of, ended_of = theirs[:, :micros], theirs[:, micros], theirs[:, micros + 1]
-    if bool(ended_of.all()):
+    global_samples, all_ended = agree(int(samples_of.sum()), bool(ended_of.all()))
+    if all_ended:
         return RoutingPlan(ended=True)
 
     # Keys travel grouped by owner; they were sorted by micro-batch first.
@@ -136,7 +150,7 @@ def route(
                 index[0] if world == 1 else torch.cat(index),
             )
         )
-    shared, shared_before = _shared(rows, before.rows) if before is not None else (rows[:0], rows[:0])
+    shared, shared_before = shared_positions(rows, before.rows) if before is not None else (rows[:0], rows[:0])
     once = distinct if micros == 1 else torch.unique(distinct % span)
     own = torch.tensor([exchange.rank, exchange.rank + 1]) * layout.local_rows
     low, high = torch.searchsorted(once, own).tolist()
@@ -145,7 +159,7 @@ def route(
         rows=rows,
         shared=shared,
         shared_before=shared_before,
-        global_samples=int(samples_of.sum()),
+        global_samples=global_samples,
         travelling=len(distinct),
         distinct=len(once),
         remote=len(distinct) - int(wanted[:, exchange.rank].sum()),
@@ -153,7 +167,7 @@ def route(
     )
 
 
-def _shared(rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+def shared_positions(rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of the common values of two sorted, distinct int64 vectors, in each."""
     if not len(rows) or not len(before):
         return rows[:0], rows[:0]

@@ -97,6 +97,11 @@ class Rows:
         if self.state.shape[1]:
             self.state.index_copy_(0, index, rows.state)
 
+    def equals(self, table: Rows, index: Tensor) -> bool:
+        """Whether these are ``table``'s rows ``index``, bit for bit."""
+        same = torch.equal(self.weight, table.weight.index_select(0, index))
+        return same and torch.equal(self.state, table.state.index_select(0, index))
+
     def first(self, count: int) -> Rows:
         """The leading ``count`` rows, without a copy."""
         return Rows(self.weight[:count], self.state[:count])
@@ -114,6 +119,24 @@ def host_table(layout: ShardLayout, rank: int, seed: int, state_width: int) -> R
         start, stop = layout.owned(t, rank)
         fill_initial_rows(shard.weight[layout.base[t] : layout.base[t] + stop - start], seed, table, start)
     return shard
+
+
+def resharded_rows(shards: Sequence[Rows], layout: ShardLayout, rank: int) -> Rows:
+    """Rank ``rank``'s shard by ``layout``, from all shards of the same tables over another number of ranks."""
+    old = shard_layout(layout.tables, len(shards))
+    result = empty_rows(layout.local_rows, shards[0].weight.shape[1], shards[0].state.shape[1])
+    result.weight.zero_()
+    result.state.zero_()
+    for t in range(len(layout.tables)):
+        start, stop = layout.owned(t, rank)
+        for source, shard in enumerate(shards):
+            first, last = old.owned(t, source)
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                to, of = layout.base[t] + low - start, old.base[t] + low - first
+                result.weight[to : to + high - low] = shard.weight[of : of + high - low]
+                result.state[to : to + high - low] = shard.state[of : of + high - low]
+    return result
 
 
 class DualBuffer:
