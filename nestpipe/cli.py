@@ -15,6 +15,8 @@ COMMANDS = {
     "methods": ("nestpipe.commands.methods", "list the training methods that are installed"),
     "doctor": ("nestpipe.commands.doctor", "check versions, devices and tools, and name the fix for what is missing"),
     "sweep": ("nestpipe.commands.sweep", "grids of runs on a Slurm cluster or this machine: preview, submit, collect"),
+    "report": ("nestpipe.commands.report", "tables, figures and report.html from existing records"),
+    "reproduce": ("nestpipe.commands.reproduce", "simulate and measure what they are made from, then report"),
     "testbed": ("nestpipe.commands.testbed", "several hosts with shaped links on this machine (root)"),
 }
 
