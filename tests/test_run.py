@@ -320,7 +320,7 @@ def test_two_runs_at_once():
     losses = []
     for (out, error), status in outs:
         assert status == 0, error
-        losses.append(next(line for line in out.splitlines() if "loss, last step" in line))
+        losses.append(next(line.split() for line in out.splitlines() if "loss, last step" in line))
     assert losses[0] == losses[1]
 
 
