@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +53,7 @@ def sbatch_parameters(cluster: Cluster, nodes: int, tasks: int, name: str) -> di
 
 def sbatch_text(cluster: Cluster, nodes: int, tasks: int, name: str, count: int, logs: Path) -> str:
     """What ``submit`` would give to sbatch for ``count`` points of one shape."""
-    command = f"python -u -m submitit.core._submit {logs}"
+    command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(logs))}"
     parameters = sbatch_parameters(cluster, nodes, tasks, name)
     return _make_sbatch_string(command, logs, map_count=count if count > 1 else None, **parameters)
 
@@ -71,20 +76,21 @@ def submit_to_slurm(sweep: SweepFolder, name: str, points: Sequence[Point], clus
         executor.update_parameters(**sbatch_parameters(cluster, nodes, tasks, name))
         folders = [sweep.point(point.hash) for point in group]
         try:
-            jobs = executor.submit_array([point_job(folder, cluster) for folder in folders])
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what sbatch says, and raises it
+                jobs = executor.submit_array([point_job(folder, cluster) for folder in folders])
         except submitit.core.utils.FailedJobError as error:  # sbatch said no
-            raise SweepError(f"sbatch refused {len(group)} jobs: {_last_line(str(error))}") from None
+            raise SweepError(f"sbatch refused {len(group)} jobs: {_errors(str(error))}") from None
         for folder, job in zip(folders, jobs, strict=True):
             folder.write_submission("slurm", job.job_id)
             ids.append(job.job_id)
     return ids
 
 
-def _last_line(text: str) -> str:
+def _errors(text: str) -> str:
+    """One line of what a command of Slurm said."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next(
-        (line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "no reason given"
-    )
+    worst = [re.sub(r"^s\w+: error: ", "", line) for line in lines if re.match(r"s\w+: error: ", line)]
+    return "; ".join(worst or lines[-1:]) or "no reason given"
 
 
 def submit_to_machine(sweep: SweepFolder, point: Point, cluster: Cluster) -> Any:
@@ -185,4 +191,4 @@ def cancel_in_slurm(jobs: Sequence[str]) -> None:
     except (OSError, subprocess.SubprocessError) as error:
         raise SweepError(f"cannot run scancel: {error}") from None
     if done.returncode:
-        raise SweepError(f"scancel: {_last_line(done.stderr)}")
+        raise SweepError(f"scancel: {_errors(done.stderr)}")

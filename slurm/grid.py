@@ -170,7 +170,9 @@ def _point(source: Source, index: int, sweep: Mapping[str, Any], values: Mapping
         try:
             group(**{name: values[name] for name in names})
         except ValueError as error:
-            raise impossible(next((n for n in names if n in str(error)), names[0]), str(error)) from None
+            said = [name for name in names if name in str(error)]
+            written = [name for name in said if name in sweep or ("base", 0, name) in source.lines]
+            raise impossible((written or said or names)[0], str(error)) from None
     simulated = 0 < cluster.max_workers < workers
     if not simulated and workers > tasks and workers % tasks:
         raise impossible("workers", f"{workers} workers do not fill nodes of {tasks} tasks")
