@@ -43,12 +43,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The dense network: HSTU (arXiv 2402.17152)."""
+    """The dense network."""
 
+    backbone: Literal["hstu", "fuxi"] = "hstu"
+    """hstu (arXiv 2402.17152), or fuxi (FuXi-alpha, arXiv 2502.03036): the paper's on NPUs and on GPUs."""
     embedding_dim: int = 64
     """Elements per embedding row."""
     dense_layers: int = 2
-    """HSTU blocks."""
+    """Blocks of the backbone."""
     heads: int = 2
     """Attention heads per block."""
     width: int = 64

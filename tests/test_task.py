@@ -126,7 +126,7 @@ def test_dense_weights_depend_on_the_seed_alone(dataset):
     assert torch.equal(state, torch.get_rng_state())
     other = build(replace(SMALL, seed=2), dataset).dense.state_dict()
     assert all(torch.equal(first[k], second[k]) for k in first)
-    assert not torch.equal(first["hstu.positions"], other["hstu.positions"])
+    assert not torch.equal(first["backbone.positions"], other["backbone.positions"])
 
 
 def test_pacing_keeps_the_names_of_the_weights(dataset):

@@ -1,8 +1,8 @@
-"""Next-item prediction: HSTU over the history, sampled softmax over the target and the sample's negatives."""
+"""Next-item prediction: a backbone over the history, sampled softmax over the target and the sample's negatives."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,14 @@ from torch.nn import functional as F
 from nestpipe.config import ModelConfig, TrainingConfig
 from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import Dataset
+from nestpipe.models.fuxi import FuXi
 from nestpipe.models.hstu import HSTU, pad, padded_index
 from nestpipe.models.pacing import paced
 from nestpipe.trainer import ModelSpec, TableConfig
 
 TEMPERATURE = 0.1
+#: By ``ModelConfig.backbone``; each is built from (width, layers, heads, longest).
+BACKBONES: Mapping[str, Callable[[int, int, int, int], nn.Module]] = {"hstu": HSTU, "fuxi": FuXi}
 
 
 class NextItem(nn.Module):
@@ -28,7 +31,7 @@ class NextItem(nn.Module):
         self.longest = config.sequence_length
         self.scale = dim**0.5
         self.enter = nn.Identity() if dim == width else nn.Linear(dim, width)
-        self.hstu = HSTU(width, config.dense_layers, config.heads, config.sequence_length)
+        self.backbone = BACKBONES[config.backbone](width, config.dense_layers, config.heads, config.sequence_length)
         self.leave = nn.Identity() if dim == width else nn.Linear(width, dim)
 
     def forward(self, embedded: Mapping[str, Any], batch: Batch) -> Tensor:
@@ -61,7 +64,7 @@ class NextItem(nn.Module):
         ``timestamps``: int64 seconds [samples, t]. The score of an item is the query's inner product
         with ``represent(its embedding)``.
         """
-        hidden = self.leave(self.hstu(self.enter(items * self.scale), timestamps))
+        hidden = self.leave(self.backbone(self.enter(items * self.scale), timestamps))
         return F.normalize(hidden, dim=-1, eps=1e-6) / TEMPERATURE
 
     def represent(self, items: Tensor) -> Tensor:
