@@ -131,7 +131,7 @@ def test_draws_are_uniform_and_counters_are_independent():
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        (DataConfig, {"scale": 0.0}),
+        (DataConfig, {"data_scale": 0.0}),
         (DataConfig, {"batch_size": 0}),
         (DataConfig, {"negatives": -1}),
         (ModelConfig, {"heads": 3}),

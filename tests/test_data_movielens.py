@@ -8,6 +8,7 @@ import pytest
 
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.data import DataError, load_dataset
+from nestpipe.data.textblocks import blocks
 from nestpipe.evaluation import popularity_baseline
 
 REAL = Path(os.environ.get("NESTPIPE_ML100K", Path(__file__).parents[2] / "shared" / "data" / "ml-100k"))
@@ -29,6 +30,28 @@ def test_split_leaves_out_the_last_item_in_time_and_ties_in_file_order(tmp_path)
     items, times = dataset.read(np.array([0, 1]), np.array([0, 0]), dataset.lengths)
     assert items.tolist() == [2, 0, 0] and times.tolist() == [50, 100, 6]
     assert dataset.bad_rows == 0
+
+
+@pytest.mark.parametrize("layout", ["ratings.dat", "ratings.csv"])
+def test_other_layouts_are_the_same_data(tmp_path, layout):
+    (tmp_path / "u.data").write_text(GOOD)
+    (tmp_path / "other").mkdir()
+    rows = GOOD.replace("\t", "::" if layout == "ratings.dat" else ",").replace("2.5", "0.5")
+    header = "userId,movieId,rating,timestamp\n" if layout == "ratings.csv" else ""
+    (tmp_path / "other" / layout).write_text(header + rows.replace("30", "193609"))
+    one, other = load(tmp_path), load(tmp_path / "other")
+    assert other.bad_rows == 0 and other.lengths.tolist() == one.lengths.tolist() and other.items == 3
+    everything = (np.arange(2), np.zeros(2, dtype=np.int64), one.lengths)
+    assert [x.tolist() for x in one.read(*everything)] == [x.tolist() for x in other.read(*everything)]
+
+
+def test_blocks_do_not_show(tmp_path, monkeypatch):
+    (tmp_path / "u.data").write_text(GOOD * 7 + "broken\n" + GOOD)
+    whole = load(tmp_path, "skip")
+    monkeypatch.setattr("nestpipe.data.movielens.blocks", lambda path: blocks(path, size=16))
+    pieces = load(tmp_path, "skip")
+    assert pieces.bad_row_examples == whole.bad_row_examples and ":36: " in whole.bad_row_examples[0]
+    assert pieces.lengths.tolist() == whole.lengths.tolist()
 
 
 @pytest.mark.parametrize("text", [GOOD.replace("\n", "\r\n"), GOOD.rstrip("\n")], ids=["crlf", "no end of line"])
@@ -80,9 +103,9 @@ def test_a_file_without_a_usable_row_is_an_error_even_when_skipping(tmp_path, te
 
 
 def test_a_missing_file_and_a_missing_path_say_what_to_pass(tmp_path):
-    with pytest.raises(DataError, match=r"no such file.*--data\.path"):
+    with pytest.raises(DataError, match=r"no such file.*--data-path"):
         load(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=r"--data\.path"):
+    with pytest.raises(DataError, match=r"--data-path"):
         load_dataset(DataConfig(dataset="movielens"), ModelConfig(), seed=1)
 
 

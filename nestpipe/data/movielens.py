@@ -1,7 +1,8 @@
-"""MovieLens 100K (Harper and Konstan, 2015): ``u.data``, tab-separated user, item, rating, time.
+"""MovieLens (Harper and Konstan, 2015): user, item, rating and time a row, in each of its published layouts.
 
-Every rating is an interaction, whatever its value. Split: leave one out, the last item of each user
-in time order (ties in file order) is for testing.
+100K has ``u.data`` (tab-separated), 1M and 10M ``ratings.dat`` (``::``), later sets ``ratings.csv`` (a header,
+commas, half stars, ids with gaps). Every rating is an interaction, whatever its value. Split: leave one out, the
+last item of each user in time order (ties in file order) is for testing.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import numpy as np
 
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.data.dataset import DataError, Dataset, flat_ranges
+from nestpipe.data.textblocks import BadRows, blocks
 
-_ROW = re.compile(rb"^([0-9]{1,18})\t([0-9]{1,18})\t[0-9]+(?:\.[0-9]+)?\t([0-9]{1,18})\r?$", re.MULTILINE)
 _FIELDS = ("user id", "item id", "rating", "timestamp")
-_NAMED = 5  # bad rows that are remembered by name
+_FILES = ("u.data", "ratings.dat", "ratings.csv")
+_SEPARATORS = {b"\t": "tab", b"::": "'::'", b",": "comma"}
+_HEADER = b"userId,movieId,rating,timestamp"
+_WHOLE, _DECIMAL = rb"[0-9]{1,18}", rb"[0-9]+(?:\.[0-9]+)?"
 
 
 def load_movielens(config: DataConfig, model: ModelConfig, seed: int) -> Dataset:
     """Read ``config.data_path``, the file or its folder. Raises DataError."""
-    rows, bad_rows, examples = read_rows(_find(config.data_path), skip=config.on_bad_row == "skip")
+    rows, bad = read_rows(_find(config.data_path), skip=config.on_bad_row == "skip")
     users, items, times = rows.T
     order = np.lexsort((times, users))  # stable: ties stay in file order
     _, first = np.unique(users[order], return_index=True)
@@ -44,52 +48,69 @@ def load_movielens(config: DataConfig, model: ModelConfig, seed: int) -> Dataset
         sequence_length=model.sequence_length,
         windows=config.windows,
         seed=seed,
-        bad_rows=bad_rows,
-        bad_row_examples=examples,
+        bad_rows=bad.count,
+        bad_row_examples=bad.examples,
     )
 
 
-def read_rows(path: Path, skip: bool = False) -> tuple[np.ndarray, int, tuple[str, ...]]:
-    """int64 [rows, 3] of user, item, timestamp as written; how many rows were bad; the first few of them.
+def read_rows(path: Path, skip: bool = False) -> tuple[np.ndarray, BadRows]:
+    """int64 [rows, 3] of user, item, timestamp as written, and the rows that were skipped.
 
     Raises DataError on a bad row unless ``skip``, and on a file without one good row.
     """
+    bad, good, lines = BadRows(skip, DataError), [np.empty((0, 3), dtype=np.int64)], 0
+    separator = b"\t"
     try:
-        text = path.read_bytes()
+        for block in blocks(path):
+            text, first_line = block.text, block.first_line
+            if first_line == 1:
+                separator = _separator(text)
+                if separator == b"," and text.startswith(_HEADER + b"\n"):
+                    text, first_line = text[len(_HEADER) + 1 :], 2
+            row = re.escape(separator).join([rb"^(%b)" % _WHOLE, rb"(%b)" % _WHOLE, _DECIMAL, rb"(%b)$" % _WHOLE])
+            pattern = re.compile(row, re.MULTILINE)
+            matches, here = pattern.findall(text), text.count(b"\n")
+            if matches:
+                good.append(np.array(matches).astype(np.int64))
+            lines += here
+            if len(matches) != here:  # the slow way, to name the rows
+                for number, line in enumerate(text.removesuffix(b"\n").split(b"\n"), first_line):
+                    if not pattern.fullmatch(line):
+                        bad.add(path, number, _what_is_wrong(line, separator))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check --data-path") from None
-    lines = text.count(b"\n") + (not text.endswith(b"\n") and text != b"")
-    good = _ROW.findall(text)
-    bad: list[str] = []
-    if len(good) != lines:  # the slow way, to name the rows
-        for number, line in enumerate(text.split(b"\n"), 1):
-            if number <= lines and not _ROW.fullmatch(line):
-                bad.append(f"{path}:{number}: {_what_is_wrong(line)}")
-                if not skip:
-                    raise DataError(f"{bad[0]}; correct the line, or pass --on-bad-row skip")
-    if not good:
+    rows = np.concatenate(good)
+    if not len(rows):
         found = f"none of {lines} rows is usable" if lines else "the file is empty"
-        raise DataError(f"{path}: {found}; expected tab-separated user, item, rating, timestamp (MovieLens u.data)")
-    return np.array(good).astype(np.int64), len(bad), tuple(bad[:_NAMED])
+        raise DataError(f"{path}: {found}; expected user, item, rating, timestamp (MovieLens {', '.join(_FILES)})")
+    return rows, bad
+
+
+def _separator(text: bytes) -> bytes:
+    """The one of the first lines that hold any; tabs otherwise."""
+    head = text[:4096]
+    return max(_SEPARATORS, key=head.count) if any(s in head for s in _SEPARATORS) else b"\t"
 
 
 def _find(path: str | None) -> Path:
+    what = f"the ratings of MovieLens ({', '.join(_FILES)}) or their folder"
     if path is None:
-        raise DataError("movielens: no file named; pass --data-path, the u.data file of MovieLens 100K or its folder")
+        raise DataError(f"movielens: no file named; pass --data-path, {what}")
     found = Path(path)
     if found.is_dir():
-        found = found / "u.data"
+        found = next((found / name for name in _FILES if (found / name).is_file()), found / _FILES[0])
     if not found.is_file():
-        raise DataError(f"{found}: no such file; pass --data-path, the u.data file of MovieLens 100K or its folder")
+        raise DataError(f"{found}: no such file; pass --data-path, {what}")
     return found
 
 
-def _what_is_wrong(line: bytes) -> str:
-    fields = line.rstrip(b"\r").split(b"\t")
+def _what_is_wrong(line: bytes, separator: bytes) -> str:
+    fields = line.split(separator)
     if not line.strip():
         return "empty line"
     if len(fields) != len(_FIELDS):
-        return f"{len(fields)} tab-separated fields, expected {len(_FIELDS)} (user, item, rating, timestamp)"
+        kind = _SEPARATORS[separator]
+        return f"{len(fields)} {kind}-separated fields, expected {len(_FIELDS)} (user, item, rating, timestamp)"
     for name, field in zip(_FIELDS, fields, strict=True):
         shown = field.decode("utf-8", "replace")[:40]
         if re.fullmatch(rb"-[0-9]+(\.[0-9]+)?", field):
