@@ -150,6 +150,10 @@ class TorchRecTrainer:
 
     # ---- the Trainer interface ----
 
+    @property
+    def trained(self) -> int:
+        return self._trained
+
     def progress(self, batches: Iterator[Batch]) -> StepResult:
         if self._batches is None or self._batches.source is not batches:
             count = self._batches.count if self._batches else self._trained

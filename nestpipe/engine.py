@@ -96,6 +96,10 @@ class Engine:
 
     # ---- the Trainer interface ----
 
+    @property
+    def trained(self) -> int:
+        return self._step
+
     def progress(self, batches: Iterator[Batch]) -> StepResult:
         self._source = batches
         try:

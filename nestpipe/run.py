@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from nestpipe.accounting import StepTimes, joined, step_times
-from nestpipe.clock import clock_offset
-from nestpipe.clustering import clustered
 from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from nestpipe.data.dataset import Dataset
 from nestpipe.data.loader import load_dataset
-from nestpipe.evaluation import evaluate
-from nestpipe.launch import RankPool, send_to_launcher
+from nestpipe.launch import RankPool
 from nestpipe.methods import Method, MethodOptions, find_method
-from nestpipe.models.task import build_model_spec
 from nestpipe.records import METRICS, Record, metrics_from_times, provenance
 from nestpipe.testbed import parse_testbed
-from nestpipe.trace import Span, Timeline, observed_timelines, scheduled_timeline
-from nestpipe.trainer import DenseOptimizer, SparseOptimizer, StepResult
+from nestpipe.trace import Timeline, observed_timelines, scheduled_timeline
+from nestpipe.training import (
+    WARM_UP_STEPS,
+    AfterStep,
+    Interrupted,
+    RankResult,
+    check_resumable,
+    dense_optimizer,
+    identity,
+    rounds_of,
+    train_on_rank,
+)
 
-#: Steps at the start of a round that are not reported: a paused pipeline has prefetched for free.
-WARM_UP_STEPS = 4
+__all__ = [
+    "WARM_UP_STEPS",
+    "AfterStep",
+    "ConfigError",
+    "Interrupted",
+    "MethodRun",
+    "RankResult",
+    "RunConfig",
+    "account",
+    "dense_optimizer",
+    "run",
+    "run_in_group",
+    "train_on_rank",
+    "validate",
+]
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,12 @@ class RunConfig:
     """Seeds data order, initial weights and negatives."""
     timeout: float = 3600.0
     """Seconds after which the run is ended, with the stacks of all ranks."""
+    checkpoint: str | None = None
+    """Folder for checkpoints, one folder in it per method."""
+    checkpoint_every: int = 0
+    """Steps of a method from one checkpoint to the next, 0: none unless told to (Slurm does before preemption)."""
+    resume: bool = False
+    """Go on from the newest checkpoints in --checkpoint; methods without one begin anew."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -88,16 +110,6 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class RankResult:
-    """What one rank saw of one method."""
-
-    results: list[StepResult]
-    spans: list[Span]
-    clock_offset: float
-    evaluation: dict[str, float]
-
-
-@dataclass(frozen=True)
 class MethodRun:
     """One method's run on all ranks: its record and the timelines behind it (together holding all ranks)."""
 
@@ -106,12 +118,6 @@ class MethodRun:
 
 
 Progress = Callable[[str, int, int, float], None]
-#: After a step, on every rank: (method, steps done, of, the rank's loss) -> what to do now, on all ranks alike.
-AfterStep = Callable[[str, int, int, float], Literal["go", "save", "stop"]]
-
-
-class Interrupted(RuntimeError):
-    """The run was stopped between two steps, on all ranks together; what could be saved is saved."""
 
 
 def validate(config: RunConfig) -> list[Method]:
@@ -141,6 +147,10 @@ def validate(config: RunConfig) -> list[Method]:
     if config.seed < 0:
         raise ConfigError(f"--seed must not be negative, got {config.seed}")
     parse_testbed(config.testbed)
+    if (config.checkpoint_every or config.resume) and not config.checkpoint:
+        raise ConfigError("--checkpoint-every and --resume need a folder: --checkpoint DIR")
+    if config.checkpoint_every < 0:
+        raise ConfigError(f"--checkpoint-every must not be negative, got {config.checkpoint_every}")
     if any("2d-sp" in name for name in config.method_names) and config.workers % config.replica_groups:
         raise ConfigError(
             f"--workers {config.workers} cannot be split into --replica-groups {config.replica_groups} of equal size"
@@ -153,12 +163,14 @@ def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
     methods = validate(config)
     testbed = parse_testbed(config.testbed)
     # Here first: what is wrong with the data is then said once, before any rank has started.
-    notes = _data_notes(load_dataset(config.data, config.model, config.seed))
+    dataset = load_dataset(config.data, config.model, config.seed)
+    notes = _data_notes(dataset)
 
     def on_message(rank: int, message: Any) -> None:
         if progress:
             progress(*message)
 
+    check_resumable(config, dataset)
     with RankPool(config.workers, testbed=testbed, timeout_s=config.timeout) as pool:
         ranks = pool.run(train_on_rank, config, on_message=on_message)
     return _method_runs(config, methods, ranks, notes)
@@ -194,69 +206,6 @@ def _data_notes(dataset: Dataset) -> list[str]:
     return [f"{dataset.bad_rows} malformed rows were skipped: " + "; ".join(dataset.bad_row_examples)]
 
 
-def _rounds(config: RunConfig, steps: int) -> list[int]:
-    """Steps of each round, warm-up included; epochs are one round, ``steps`` long."""
-    if config.epochs is not None:
-        return [steps]
-    share, larger = divmod(config.steps, config.rounds)
-    return [WARM_UP_STEPS + share + (r < larger) for r in range(config.rounds)]
-
-
-def dense_optimizer(config: OptimizerConfig) -> DenseOptimizer:
-    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
-    return lambda parameters: kinds[config.dense_optimizer](parameters, lr=config.dense_lr)
-
-
-def train_on_rank(config: RunConfig, after_step: AfterStep | None = None) -> dict[str, RankResult]:
-    """Run on each rank: every method in turn, round by round. Collective. Raises Interrupted where told to stop."""
-    training = config.training
-    dataset = load_dataset(config.data, config.model, config.seed)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    sparse = SparseOptimizer(config.optimizer.sparse_optimizer, config.optimizer.sparse_lr, config.optimizer.sparse_eps)
-    methods = config.chosen
-    trainers, sources = {}, {}
-    for method in methods:
-        spec = build_model_spec(training, dataset)
-        micro_batches = method.micro_batches or config.micro_batches
-        trainers[method.name] = method.build(
-            spec, sparse, dense_optimizer(config.optimizer), config.seed, micro_batches
-        )
-        source = dataset.batches(rank, world_size)
-        sources[method.name] = clustered(source, spec.tables, micro_batches) if config.clustering else source
-    results: dict[str, list[StepResult]] = {method.name: [] for method in methods}
-    rounds = _rounds(config, (config.epochs or 0) * dataset.steps_per_epoch(world_size))
-    total = sum(rounds)
-    told = 0.0
-    for steps in rounds:
-        for name, trainer in trainers.items():
-            dist.barrier()
-            for _ in range(steps):
-                result = trainer.progress(sources[name])
-                results[name].append(result)
-                done = len(results[name])
-                if rank == 0 and (time.monotonic() - told > 0.1 or done == total):
-                    told = time.monotonic()
-                    send_to_launcher((name, done, total, result.loss))
-                if after_step and after_step(name, done, total, result.loss) == "stop":
-                    for each in trainers.values():
-                        each.close()
-                    raise Interrupted(f"stopped after step {done} of {total} of {name}")
-    offset = clock_offset()
-    ranks = {}
-    for name, trainer in trainers.items():
-        quality: dict[str, float] = {}
-        if config.evaluate:
-            table = trainer.table("item")
-            if rank == 0:
-                model = build_model_spec(training, dataset).build(torch.nn.Identity())
-                model.load_state_dict({k: v for k, v in trainer.dense_state().items()}, strict=True)
-                quality = evaluate(model, table, dataset)
-        ranks[name] = RankResult(results[name], trainer.take_spans(), offset, quality)
-    for trainer in trainers.values():
-        trainer.close()
-    return ranks
-
-
 def account(method: Method, micro_batches: int, ranks: Sequence[RankResult]) -> tuple[StepTimes, list[Timeline]]:
     """Timelines of all ranks and the account of their time."""
     spans, offsets = [rank.spans for rank in ranks], [rank.clock_offset for rank in ranks]
@@ -264,25 +213,26 @@ def account(method: Method, micro_batches: int, ranks: Sequence[RankResult]) -> 
         timelines = observed_timelines(spans, offsets)
         return joined([step_times(timeline) for timeline in timelines]), timelines
     template = method.schedule(micro_batches)
-    ops = template.unroll(len(ranks[0].results) + template.depth)
+    ops = template.unroll(_end(ranks) + template.depth)
     timeline = scheduled_timeline(ops, spans, offsets)
     return step_times(timeline), [timeline]
 
 
-def _identity(config: RunConfig, micro_batches: int) -> dict[str, Any]:
-    """The configuration as far as it decides what this method did; what stands elsewhere in a record is left out."""
-    elsewhere = ("methods", "workers", "seed", "testbed", "timeout")
-    whole = {**dataclasses.asdict(config), "micro_batches": micro_batches}
-    return {name: value for name, value in whole.items() if name not in elsewhere}
+def _end(ranks: Sequence[RankResult]) -> int:
+    """One past the last step."""
+    return ranks[0].results[-1].step + 1
 
 
-def _reported(config: RunConfig, times: StepTimes, total: int) -> list[int]:
-    """Of the steps accounted, those that belong to the run (``total`` steps) and to no round's warm-up."""
+def _reported(config: RunConfig, times: StepTimes, ranks: Sequence[RankResult]) -> list[int]:
+    """Of the steps accounted, those that belong to the run and to no warm-up: a round's, or after a resumption."""
+    total, resumed = _end(ranks), ranks[0].resumed
     warm_up, first = set[int](), 0
-    for steps in _rounds(config, total):
+    if resumed is not None:
+        warm_up.update(range(resumed, resumed + WARM_UP_STEPS))
+    for steps in rounds_of(config, total):
         warm_up.update(range(first, first + WARM_UP_STEPS))
         first += steps
-    return [step for step in times.steps if step not in warm_up and step < total]
+    return [step for step in times.steps if step not in warm_up and (resumed or 0) <= step < total]
 
 
 def _serial_exposed_ms(config: RunConfig, ranks: Sequence[dict[str, RankResult]]) -> float | None:
@@ -290,7 +240,7 @@ def _serial_exposed_ms(config: RunConfig, ranks: Sequence[dict[str, RankResult]]
     if "serial" not in ranks[0]:
         return None
     times, _ = account(find_method("serial"), 1, [rank["serial"] for rank in ranks])
-    keep = [times.steps.index(step) for step in _reported(config, times, len(ranks[0]["serial"].results))]
+    keep = [times.steps.index(step) for step in _reported(config, times, [rank["serial"] for rank in ranks])]
     return float(np.median(times.mean("exposed_communication")[keep])) if keep else None
 
 
@@ -303,9 +253,11 @@ def _method_run(
 ) -> MethodRun:
     micro_batches = method.micro_batches or config.micro_batches
     times, timelines = account(method, micro_batches, ranks)
-    total = len(ranks[0].results)
-    keep = _reported(config, times, total)
-    by_step = list(zip(*(rank.results for rank in ranks), strict=True))
+    keep = _reported(config, times, ranks)
+    by_step = {step[0].step: step for step in zip(*(rank.results for rank in ranks), strict=True)}
+    if min(by_step) > 0:
+        first = min(by_step)
+        notes = [*notes, f"{method.name} went on with another number of ranks: its losses begin with step {first}"]
     metrics = metrics_from_times(times, keep, {s: float(sum(r.samples for r in by_step[s])) for s in keep})
     for name in ("embedding_bytes", "minimum_embedding_bytes"):
         metrics[name] = [float(sum(getattr(r, name) for r in by_step[s])) for s in keep]
@@ -320,10 +272,10 @@ def _method_run(
         paper_method=method.paper_method,
         workers=config.workers,
         seed=config.seed,
-        config=_identity(config, micro_batches),
+        config=identity(config, micro_batches),
         steps=keep,
         metrics={name: metrics[name] for name in METRICS},
-        losses=[float(sum(r.loss for r in step)) for step in by_step],
+        losses=[float(sum(r.loss for r in step)) for step in by_step.values()],
         paced=config.pace_dense > 0,
         testbed=config.testbed,
         evaluation=ranks[0].evaluation,

@@ -80,6 +80,11 @@ class Trainer(Protocol):
 
     name: str
 
+    @property
+    def trained(self) -> int:
+        """Batches trained; also the batch that comes next."""
+        ...
+
     def progress(self, batches: Iterator[Batch]) -> StepResult:
         """Run one step. Raises StopIteration once the data of all ranks has ended and no batch is in flight."""
         ...
