@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -179,6 +180,8 @@ def _verified(manifest: Manifest, name: str) -> dict[str, Any]:
             return torch.load(file, weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); {advice}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path} holds more than plain tensors and is not loaded; {advice}") from error
 
 
 def _make_anew(folder: Path) -> None:

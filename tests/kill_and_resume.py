@@ -11,6 +11,7 @@ bit on this engine, to 1e-6 for TorchRec and 2D-SP.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import signal
@@ -54,8 +55,13 @@ def losses(path: Path) -> dict[str, list[float]]:
     return {name: record["losses"] for name, record in json.loads(path.read_text())["methods"].items()}
 
 
-def half_written(folder: Path) -> bool:
-    return any(folder.glob("*/.step-*.writing"))
+def half_written(folder: Path) -> set[tuple[str, int]]:
+    """Checkpoints under way or left behind, each with the time it was begun or last changed."""
+    found = set()
+    for path in folder.glob("*/.step-*.writing"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((str(path), path.stat().st_mtime_ns))
+    return found
 
 
 def saved_steps(folder: Path) -> int:
@@ -64,14 +70,14 @@ def saved_steps(folder: Path) -> int:
 
 def killed(process: subprocess.Popen, folder: Path, in_write: bool, draw: random.Random) -> bool:
     """Kill the run, in a write or after a random while of training. False: it ended before that."""
-    start = saved_steps(folder)
+    start, left = saved_steps(folder), half_written(folder)
     until = None
     while process.poll() is None:
         if in_write:
-            if half_written(folder):
+            if half_written(folder) - left:
                 break
         elif until is None:  # training has begun once something new was saved, or soon after the start
-            if saved_steps(folder) > start or half_written(folder):
+            if saved_steps(folder) > start or half_written(folder) - left:
                 until = time.monotonic() + draw.uniform(0.0, 1.2)
         elif time.monotonic() > until:
             break
@@ -101,9 +107,10 @@ def family(name: str, kills: int, writes: int, steps: int, seed: int, folder: Pa
             in_write = counts.writes < writes and (counts.kills >= kills or draw.random() < writes / (kills + writes))
             if enough:
                 process.wait()
+            left = half_written(checkpoints)
             if enough or not killed(process, checkpoints, in_write, draw):
                 break
-            if half_written(checkpoints):
+            if half_written(checkpoints) - left:
                 counts.writes += 1
             else:
                 counts.kills += 1
