@@ -16,8 +16,8 @@ def _require(condition: bool, message: str) -> None:
 class DataConfig:
     """What is trained on."""
 
-    dataset: Literal["synthetic", "movielens"] = "synthetic"
-    """synthetic: drawn from KuaiRand-27K's real histograms; movielens: a MovieLens file at --data-path."""
+    dataset: Literal["synthetic", "movielens", "kuairand"] = "synthetic"
+    """synthetic: drawn from KuaiRand-27K's real histograms; movielens, kuairand: the published files at --data-path."""
     data_path: str | None = None
     """File or folder of the data set (not for synthetic)."""
     on_bad_row: Literal["error", "skip"] = "error"

@@ -40,7 +40,7 @@ CRITEO_TABLES = criteo_tables(16)
 def criteo_batches(
     batch_size: int, seed: int = 1, rank: int = 0, world_size: int = 1, batches: int | None = None, most_values: int = 1
 ) -> Iterator[Batch]:
-    """``batches`` batches (None: no end) of ``batch_size`` samples for ``rank``; a feature holds 1 to ``most_values`` keys.
+    """``batches`` batches (None: no end) of ``batch_size`` samples for ``rank``, 1 to ``most_values`` keys a feature.
 
     ``extra``: ``dense`` float32 [samples, 13] in [0, 1) and ``label`` float32 [samples], 0 or 1.
     """

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.data.dataset import Dataset
+from nestpipe.data.kuairand import load_kuairand
 from nestpipe.data.movielens import load_movielens
 from nestpipe.data.synthetic import load_synthetic
 
 
 def load_dataset(config: DataConfig, model: ModelConfig, seed: int) -> Dataset:
     """The data set that ``config`` names, with samples as long as ``model`` reads. Raises DataError."""
-    return {"synthetic": load_synthetic, "movielens": load_movielens}[config.dataset](config, model, seed)
+    loaders = {"synthetic": load_synthetic, "movielens": load_movielens, "kuairand": load_kuairand}
+    return loaders[config.dataset](config, model, seed)
