@@ -18,7 +18,7 @@ FBGEMM_cuda := fbgemm-gpu==1.8.0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce test test-long lint format clean
+.PHONY: help setup reproduce test test-long test-slurm lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,10 +49,13 @@ test: lint  ## style, types and the tests of a few minutes
 test-long: lint  ## every test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-slurm: $(STAMP)  ## sweeps on a real Slurm on this machine, with its faults (root, Debian; about 25 minutes)
+	$(BIN)/python -m pytest tests/test_slurm_local.py $(PYTEST_ARGS)
+
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(wildcard nestpipe baselines)
+	$(BIN)/mypy $(wildcard nestpipe baselines slurm)
 
 format: $(STAMP)  ## apply ruff's fixes and format
 	$(BIN)/ruff check --fix .
