@@ -17,17 +17,23 @@ from results.published import Published
 
 #: name -> "module:function", in the order of the report. Imported when asked for.
 ARTEFACTS: Mapping[str, str] = {
+    "table1": "results.table1:table1",
     "table2": "results.tables:table2",
     "table3": "results.tables:table3",
     "table4": "results.tables:table4",
     "ladder": "results.ladder:ladder",
     "fig2": "results.figures:fig2",
+    "fig6": "results.fig6:fig6",
     "fig7": "results.figures:fig7",
     "fig8": "results.figures:fig8",
     "fig9": "results.sensitivity:fig9",
     "fig10": "results.sensitivity:fig10",
     "timeline": "results.timeline:timeline",
 }
+
+
+#: Parts of the store: real processes here, and the two clusters of the paper on virtual clocks.
+TWO, FOUR, NPU, GPU = "two-hosts", "four-hosts", "simulated", "simulated-gpu"
 
 
 class UnknownArtefact(ValueError):

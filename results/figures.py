@@ -8,11 +8,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from results.aggregate import published_frame
-from results.artefacts import Artefact, Sources
+from results.artefacts import FOUR, NPU, TWO, Artefact, Sources
 from results.draw import COLOURS, figure, marker, parts_legend, picture, stacked_bars
 from results.notes import note_mismatches, note_table
 from results.series import in_order, measured_medians, simulated_means
-from results.tables import FOUR, NPU, TWO
 
 _BARS = ("TorchRec (serial)", "2D-SP", "UniEmb", "NestPipe")
 _LINES = (*_BARS, "NestPipe+2D-SP")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pandas as pd
 
 from nestpipe.records import Record
 from results.aggregate import LABELS, label_of, medians, order_of, ratios, step_frame
-from results.artefacts import Artefact, Mismatch, Sources, Table, distinct
+from results.artefacts import NPU, TWO, Artefact, Mismatch, Sources, Table, distinct
 from results.cells import CELLS, NOTHING, shown
 from results.series import simulated_means
-from results.tables import NPU, TWO
 
 RUNGS = ("TorchRec (serial)", "DBP-only", "NestPipe", "NestPipe + clustering")
 NAMES = ("serial", "+DBP", "+FWP", "+clustering")
@@ -27,7 +27,7 @@ def ladder(sources: Sources) -> Artefact:
         "ladder",
         "The ladder: serial, +DBP, +FWP, +clustering (RQ1)",
         tuple(table for table in tables if len(table.frame)),
-        mismatches=tuple(_falls(steps)),
+        mismatches=tuple(out_of_order(steps, RUNGS, NAMES, "Ladder, measured")),
         missing=tuple(part for part in (TWO, NPU) if not sources.of(part)),
     )
 
@@ -146,27 +146,42 @@ def _simulated(sources: Sources) -> Table:
     )
 
 
-def _falls(steps: pd.DataFrame) -> list[Mismatch]:
-    """Rungs that do not improve on the one before, with what grew."""
+def out_of_order(steps: pd.DataFrame, expected: Sequence[str], names: Sequence[str], where: str) -> list[Mismatch]:
+    """Measured methods that are slower than the one before them in ``expected``, with the part of the step that grew.
+
+    ``names``: what each is called in the sentence. Speed-ups are over serial, within a session, so that only methods
+    that ran beside it are compared.
+    """
     found = []
     gains = ratios(steps, RUNGS[0])
-    parts = medians(steps, ["dense_ms", "update_ms", "exposed_lookup_ms", "exposed_communication_ms", "other_ms"])
+    parts = medians(steps, [*_GROWN])
     for conditions, group in gains.groupby("conditions", sort=True):
         value = group.set_index("label")["value"]
-        present = [rung for rung in RUNGS if rung in value.index]
+        present = [label for label in expected if label in value.index]
         for before, after in pairwise(present):
             if value[after] > value[before]:
                 continue
             here = parts[parts["conditions"] == conditions].pivot(index="metric", columns="label", values="value")
             grew = (here[after] - here[before]).sort_values(ascending=False)
             name, by = str(grew.index[0]), float(grew.iloc[0])
+            title = dict(zip(expected, names, strict=True))
             what = (
-                f"{conditions}: {NAMES[RUNGS.index(after)]} gives {value[after]:.2f}x over serial, the rung before "
-                f"{value[before]:.2f}x"
+                f"{conditions}: {title[after]} gives {value[after]:.2f}x over serial, "
+                f"{title[before]} {value[before]:.2f}x"
             )
             words = name.removesuffix("_ms").replace("_", " ")
-            why = f"Largest growth from rung to rung: {words}, by {by:.1f} ms."
-            if name == "dense_ms":
-                why += " On few cores the dense math slows down when data moves beside it, and by micro-batch."
-            found.append(Mismatch("Ladder, measured", what, why))
+            why = f"Largest growth from the one to the other: {words}, by {by:.1f} ms. {_GROWN[name]}".rstrip()
+            found.append(Mismatch(where, what, why))
     return found
+
+
+#: Parts of a step, and what is known of why they grow here.
+_GROWN = {
+    "dense_ms": "On few cores the dense math slows down beside data that moves, and by the cost of each micro-batch.",
+    "update_ms": "",
+    "exposed_lookup_ms": "",
+    "exposed_communication_ms": "Each exchange costs its latency, and keys that micro-batches share travel again.",
+    "exposed_dense_sync_ms": "",
+    "skew_ms": "Ranks wait for each other: they share cores.",
+    "other_ms": "Hand-offs between lanes, which share cores with the dense math.",
+}

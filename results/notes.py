@@ -82,7 +82,9 @@ def note_mismatches(sources: Sources, where: str, title: str) -> list[Mismatch]:
             continue
         error = (simulated / row.value - 1) * 100
         at_least = row.metric.endswith("at_least")
-        if abs(error) <= TOLERANCE_PCT or (at_least and simulated >= row.value):
+        if abs(error) <= TOLERANCE_PCT + half_unit(row.value) / row.value * 100 or (
+            at_least and simulated >= row.value
+        ):
             continue
         what = (
             f"{PAPER_LABELS[row.method]}, {row.workers:,} workers{', ' + row.setting if row.setting else ''}: "
@@ -92,6 +94,12 @@ def note_mismatches(sources: Sources, where: str, title: str) -> list[Mismatch]:
         why = _WHY.get((row.metric, row.setting)) or _WHY.get((row.metric, row.workers))
         found.append(Mismatch(title, what, why or "Small; no cause is known."))
     return found
+
+
+def half_unit(value: float) -> float:
+    """Half a unit of the last digit with which ``value`` is written."""
+    decimals = len(f"{value:g}".partition(".")[2])
+    return 0.5 * 10.0**-decimals
 
 
 def simulated_value(sources: Sources, row: Published) -> float | None:

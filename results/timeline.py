@@ -15,9 +15,8 @@ from nestpipe.methods import UnknownMethod, find_method
 from nestpipe.schedule import STAGES, Schedule
 from nestpipe.simulator.lanes import virtual_timeline
 from results.aggregate import label_of, order_of
-from results.artefacts import Artefact, Picture, Sources
+from results.artefacts import TWO, Artefact, Picture, Sources
 from results.draw import COLOURS, figure, picture
-from results.tables import TWO
 
 _METHODS = ("serial", "torchrec", "2d-sp", "uniemb", "dbp-only", "fwp-only", "nestpipe", "nestpipe+2d-sp")
 _CATEGORY = {
