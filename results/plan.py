@@ -39,6 +39,11 @@ PACE_MS = 150.0
 TWO_METHODS = (
     "serial", "serial(8)", "torchrec", "torchrec-dedup", "uniemb", "dbp-only", "fwp-only", "nestpipe",
 )  # fmt: skip
+#: Who stands for the families of Table I, and NestPipe combined with them.
+FAMILIES = (
+    "serial", "torchrec", "torchrec-bf16", "torchrec-planner", "2d-sp", "uniemb", "nestpipe", "nestpipe+bf16",
+    "nestpipe+2d-sp",
+)  # fmt: skip
 FOUR_METHODS = ("serial", "torchrec", "2d-sp", "uniemb", "nestpipe", "nestpipe+2d-sp")
 
 
@@ -99,7 +104,7 @@ def simulated_parts(options: Options) -> list[Part]:
         Part(
             "simulated",
             "the NPU cluster, 128 to 1,536 workers",
-            ("table2", "table3", "table4", "ladder", "fig2", "fig7", "fig8"),
+            ("table1", "table2", "table3", "table4", "ladder", "fig2", "fig7", "fig8"),
             (main,),
         ),
         Part(
@@ -113,12 +118,17 @@ def simulated_parts(options: Options) -> list[Part]:
 def measured_parts(options: Options) -> list[Part]:
     """Real processes on this machine."""
     paced, unpaced = _base(options, paced=True), _base(options, paced=False)
+    bases = (paced, unpaced) if options.size == "full" else (paced,)
     two = [
         replace(base, methods=_available(methods), clustering=clustering)
-        for base in (paced, unpaced)
+        for base in bases
         for methods, clustering in ((TWO_METHODS, False), (("serial", "nestpipe"), True))
     ]
-    four = [replace(base, methods=_available(FOUR_METHODS), workers=2 * options.workers) for base in (paced, unpaced)]
+    four = [replace(base, methods=_available(FOUR_METHODS), workers=2 * options.workers) for base in bases]
+    families = [
+        *(replace(paced, methods=_available(FAMILIES), workers=k * options.workers) for k in (1, 2)),
+        replace(paced, methods="serial,nestpipe", clustering=True),
+    ]
     n = paced.data.batch_size
     by_count = ",".join(f"nestpipe({count})" for count in (2, 4, 8, 16, 32) if count <= n)
     micro = [replace(paced, methods=f"serial,{by_count}", clustering=clustering) for clustering in (False, True)]
@@ -130,6 +140,12 @@ def measured_parts(options: Options) -> list[Part]:
             tuple(two),
         ),
         Part("four-hosts", f"{2 * options.workers} ranks", ("table3", "table4", "fig2", "fig7", "fig8"), tuple(four)),
+        Part(
+            "table1",
+            f"{options.workers} and {2 * options.workers} ranks, a method of each family, NestPipe with each",
+            ("table1",),
+            tuple(families),
+        ),
         Part("micro-batches", "NestPipe by number of micro-batches", ("fig9",), tuple(micro)),
         Part("sizes", "embedding dim, dense layers, sequence length", ("fig10",), tuple(_models(options))),
     ]
@@ -158,7 +174,7 @@ def _models(options: Options) -> Iterator[RunConfig]:
     seen = []
     for name, values in sweeps.items():
         for value in values:
-            config = replace(base, model=replace(base.model, **{name: value}))
+            config = replace(base, model=replace(base.model, **{name: value}))  # type: ignore[arg-type]
             if config not in seen:
                 seen.append(config)
                 yield config
