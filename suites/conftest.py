@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--workers", type=int, default=2, help="ranks of the small runs, the large have twice as many")
     group.addoption("--testbed", default=None, help="loopback or netns:RATE,DELAY, such as netns:200mbit,1ms (root)")
     group.addoption("--hardware", default="npu-1536-industrial", help="profile of the simulated tables")
-    group.addoption("--rounds", type=int, default=4, help="interleaved rounds of the measured runs")
+    group.addoption("--rounds", type=int, default=3, help="interleaved rounds of the measured runs")
     group.addoption("--folder", type=Path, default=Path("results/out"), help="where records and benchmarks go")
 
 

@@ -36,7 +36,7 @@ class ReproduceCommand:
     """netns:RATE,DELAY (root; falls back to loopback, and says so) or loopback."""
     hardware: str = "npu-1536-industrial"
     """Profile of the simulated tables."""
-    rounds: int = 4
+    rounds: int = 3
     """Interleaved rounds of the measured runs."""
     seed: int = 1
     """Seeds data, weights and noise."""
