@@ -14,9 +14,20 @@ COMMANDS = {
     "schedule": ("nestpipe.commands.schedule", "print a method's schedule as a grid, or check that it is synchronous"),
     "methods": ("nestpipe.commands.methods", "list the training methods that are installed"),
     "doctor": ("nestpipe.commands.doctor", "check versions, devices and tools, and name the fix for what is missing"),
+    "simulate": ("nestpipe.commands.simulate", "how long a step would take on up to 8,192 workers, on virtual clocks"),
+    "advise": (
+        "nestpipe.commands.advise",
+        "my model, my cluster: which method, how many micro-batches, what limits it",
+    ),
+    "fit": ("nestpipe.commands.fit", "fit the cost model to the published numbers; errors in sample and held out"),
+    "calibrate": (
+        "nestpipe.commands.calibrate",
+        "measure this machine for the simulator; --validate checks predictions",
+    ),
     "sweep": ("nestpipe.commands.sweep", "grids of runs on a Slurm cluster or this machine: preview, submit, collect"),
     "report": ("nestpipe.commands.report", "tables, figures and report.html from existing records"),
     "reproduce": ("nestpipe.commands.reproduce", "simulate and measure what they are made from, then report"),
+    "converge": ("nestpipe.commands.converge", "loss and accuracy curves of methods over several seeds, for Fig. 6"),
     "testbed": ("nestpipe.commands.testbed", "several hosts with shaped links on this machine (root)"),
 }
 

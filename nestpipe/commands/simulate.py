@@ -35,6 +35,10 @@ def main(arguments: Sequence[str]) -> int:
     records = simulate(config, METHODS)
     out = wide_console()
     out.print(table(records))
+    if {r.method for r in records} & {"torchrec"} and not {r.method for r in records} & {"serial"}:
+        print(
+            "- torchrec is TrainPipelineSparseDist, which hides key routing; the paper's TorchRec hides nothing: serial"
+        )
     for note in records[0].notes:
         out.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
     if command.json:
