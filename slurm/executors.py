@@ -174,12 +174,12 @@ ENDED: Collection[str] = (
 
 
 def alive_on_machine(job: str, logs: Path) -> bool:
-    """Whether the controller of a local job runs: its id is a pid, which must still be of this sweep."""
+    """Whether a process of a local job runs: a job's id is a pid, which must still be of this sweep."""
     try:
-        words = Path(f"/proc/{job}/cmdline").read_bytes().split(b"\0")
+        command = Path(f"/proc/{job}/cmdline").read_bytes()  # empty for a zombie
     except OSError:
         return False
-    return b"submitit.local._local" in words and str(logs.absolute()).encode() in words
+    return b"submitit" in command and str(logs.absolute()).encode() in command
 
 
 def cancel_in_slurm(jobs: Sequence[str]) -> None:

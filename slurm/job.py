@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import socket
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,11 +86,14 @@ class PointJob:
         from nestpipe.run import Interrupted, run_in_group
 
         # Rank 0 looks for all: another host may see a shared file system a moment later.
-        done: list[Any] = [str(folder.result) if folder.result else None]
-        dist.broadcast_object_list(done)
-        if done[0]:
+        found: list[Any] = [None, None]
+        if job.global_rank == 0:
+            found = [str(folder.result) if folder.result else None, own_checkpoints(folder, job.job_id)]
+        dist.broadcast_object_list(found)
+        done, saved = found
+        if done:
             leave_process_group()
-            return False, done[0]
+            return False, done
         agreement, tell = Agreement(), progress_writer(folder, job)
 
         def after_step(name: str, step: int, total: int, loss: float) -> Any:
@@ -101,7 +106,8 @@ class PointJob:
 
         stopped, path = False, None
         try:
-            runs = run_in_group(point.run_config(self.collective_s), after_step)
+            config = point.run_config(self.collective_s, str(saved), self.checkpoint_every)
+            runs = run_in_group(config, after_step)
             path = self._write(folder, runs[0].record, testbed_name(job)) if runs else None
         except Interrupted:
             stopped = True
@@ -121,6 +127,7 @@ class PointJob:
         named = {name: os.environ[name] for name in told if name in os.environ}
         provenance = {**record.provenance, "sweep": {**sweep, **named}}
         path = folder.write_result(dataclasses.replace(record, testbed=testbed, provenance=provenance))
+        shutil.rmtree(folder.checkpoints, ignore_errors=True)
         return str(path)
 
     def _requeue(self, handler: Any, ran_s: float) -> None:
@@ -135,6 +142,25 @@ class PointJob:
                 f"gave up: its time limit of {self.time_s / 60:g} min ended it more often than max_timeouts allows; "
                 "raise time, then 'nestpipe sweep resume' goes on from what was saved"
             ) from None
+
+
+def own_checkpoints(folder: PointFolder, job: str) -> Path:
+    """A folder for the checkpoints of this start of the job, with the newest that an earlier start has left.
+
+    A duplicate of the job, or one whose node is only thought dead, may still write: never into the same folder.
+    """
+    own = folder.checkpoints / f"{job}-{uuid.uuid4().hex[:8]}"
+    earlier = [path for path in folder.checkpoints.glob("*/*/step-*") if (path / "manifest.json").is_file()]
+    if earlier:
+        newest = max(earlier, key=lambda path: (path.name, path.stat().st_mtime))
+        target = own / newest.parent.name / newest.name
+        try:
+            shutil.copytree(newest, target, copy_function=os.link)  # whole files never change
+        except (OSError, shutil.Error):
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(newest, target)
+        print(f"going on after step {int(newest.name.removeprefix('step-'))}", flush=True)
+    return own
 
 
 def join(job: Any, timeout_s: float) -> None:

@@ -85,22 +85,24 @@ class Point:
         parts += [f"{self['dense_layers']} layers", f"length {self['sequence_length']}", f"seed {self.seed}"]
         return " ".join(parts)
 
-    def run_config(self, timeout_s: float) -> RunConfig:
-        """The configuration of ``nestpipe run`` for this point."""
+    def run_config(self, timeout_s: float, checkpoint: str | None = None, checkpoint_every: int = 0) -> RunConfig:
+        """The configuration of ``nestpipe run`` for this point, which goes on from what it finds in ``checkpoint``."""
         from nestpipe.run import RunConfig
 
         groups = {
             name: group(**{f.name: self[f.name] for f in fields(group) if f.name in DEFAULTS})
             for name, group in _GROUPS.items()
         }
-        known = {f.name for f in fields(RunConfig)}
         return RunConfig(
             methods=self.method,
             workers=self.workers,
             micro_batches=self.micro_batches,
             seed=self.seed,
             timeout=timeout_s,
-            **{name: self[name] for name in RUN_SETTINGS if name in known},
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every if checkpoint else 0,
+            resume=checkpoint is not None,
+            **{name: self[name] for name in RUN_SETTINGS},
             **groups,
         )
 

@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,52 +144,61 @@ def _run_on_machine(sweep: SweepFolder, points: Sequence[Point], cluster: Cluste
     waiting, running = list(points), dict[str, Any]()
     stop = sweep.path / CANCEL
     stop.unlink(missing_ok=True)
-    try:
-        while waiting or running:
-            if stop.exists():
-                raise SweepError(f"cancelled; {len(waiting)} points were not started: nestpipe sweep resume")
-            while waiting and len(running) < cluster.parallelism:
-                job = submit_to_machine(sweep, waiting.pop(0), cluster)
-                running[job.job_id] = job
-            running = {name: job for name, job in running.items() if not job.done()}
-            watch()
-            time.sleep(0.2)
-    finally:
-        end_on_machine(sweep, list(running))
+    with _sigterm_unwinds():
+        try:
+            while waiting or running:
+                if stop.exists():
+                    raise SweepError(f"cancelled; {len(waiting)} points were not started: nestpipe sweep resume")
+                while waiting and len(running) < cluster.parallelism:
+                    job = submit_to_machine(sweep, waiting.pop(0), cluster)
+                    running[job.job_id] = job
+                running = {name: job for name, job in running.items() if not job.done()}
+                watch()
+                time.sleep(0.2)
+        finally:
+            end_on_machine(sweep, list(running))
 
 
 def end_on_machine(sweep: SweepFolder, jobs: Sequence[str]) -> None:
-    """End local jobs with their tasks: the controllers are asked first, what is left of them is killed."""
-    tasks = {job: _children(int(job)) for job in jobs if alive_on_machine(job, sweep.logs)}
-    for job in tasks:
-        _kill(int(job), signal.SIGINT)
+    """End local jobs with their tasks: all are asked first, what is left of them is killed."""
+    families = {job: [int(job), *_descendants(int(job))] for job in jobs if alive_on_machine(job, sweep.logs)}
+    ours = [pid for family in families.values() for pid in family]
+    for pid in ours:
+        _kill(pid, signal.SIGINT)
     deadline = time.monotonic() + END_S
-    while time.monotonic() < deadline and any(alive_on_machine(job, sweep.logs) for job in tasks):
+    while time.monotonic() < deadline and any(alive_on_machine(str(pid), sweep.logs) for pid in ours):
         time.sleep(0.05)
-    for job, children in tasks.items():
-        if alive_on_machine(job, sweep.logs):
-            _kill(int(job), signal.SIGKILL)
-        for child in children:
-            if _is_task(child, sweep):
-                _kill(child, signal.SIGKILL)
+    for pid in ours:
+        if alive_on_machine(str(pid), sweep.logs):  # the pid may be another's by now
+            _kill(pid, signal.SIGKILL)
 
 
-def _children(pid: int) -> list[int]:
+def _descendants(pid: int) -> list[int]:
+    found = []
     with contextlib.suppress(OSError):
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
-def _is_task(pid: int, sweep: SweepFolder) -> bool:
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return b"submitit.core._submit" in words and str(sweep.logs.absolute()).encode() in words
-    return False
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += [int(child), *_descendants(int(child))]
+    return found
 
 
 def _kill(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM ends this process as Ctrl-C does: what runs here is ended first."""
+
+    def leave(number: int, frame: types.FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave) if threading.current_thread() is threading.main_thread() else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def cancel(sweep: SweepFolder) -> list[PointState]:

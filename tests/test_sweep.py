@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -174,6 +176,14 @@ def test_larger_than_the_cluster_is_simulated_and_says_so(slurm, sweep, capsys):
     assert collected.new == 4 and not skipped and {r.kind for r in records} == {"simulated"}
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(slurm, capsys):
+    Path("file").touch()
+    for folder in ("file", "file/below"):
+        status, _, err = nestpipe(capsys, "submit", "grid.toml", "--executor", "slurm", "--folder", folder)
+        assert status == 1 and err.count("\n") == 1 and f"cannot write into {folder}" in err
+    assert not slurm.scripts()
+
+
 # What has become of a point
 
 
@@ -300,6 +310,26 @@ def test_local_and_debug_executors_give_equal_losses(tmp_path, monkeypatch, caps
         assert found.provenance["sweep"]["point"] == SweepFolder(Path(executor)).points()[0].path.name
         losses.append(found.losses)
     assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+def test_local_jobs_end_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = "steps = 400\npace_dense = 50.0"
+    Path("grid.toml").write_text(GRID.replace("steps = 2", more) + 'setup = ["true"]\n')
+    root = Path(__file__).resolve().parent.parent
+    command = [sys.executable, "-m", "nestpipe.cli", "sweep", "submit", "grid.toml"]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.DEVNULL) as process:
+        sweep = SweepFolder(Path("sweeps/grid"))
+        deadline = time.monotonic() + 120
+        while not any(s.state == "running" and s.detail.startswith("step") for s in point_states(sweep)):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        process.terminate()
+    assert process.returncode == 143
+    assert counts(point_states(sweep)).endswith("2 lost")
+    mark = str(sweep.logs.absolute()).encode()
+    left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if mark in p.read_bytes()]
+    assert not left
 
 
 def test_cluster_settings_survive_the_folder(tmp_path):
