@@ -209,7 +209,7 @@ def _copy_without_tables(model: nn.Module) -> nn.Module:
 
 def _load(trainer: Any, tables: tuple[TableConfig, ...], whole: dict[str, Tensor]) -> None:
     """This rank's rows of the tables that the collections hold already."""
-    layout, rank = trainer.layout, trainer._exchanges["keys"].rank
+    layout, rank = trainer.layout, trainer.exchanges["keys"].rank
     for t, table in enumerate(tables):
         if table.name in whole:
             start, stop = layout.owned(t, rank)

@@ -1,35 +1,26 @@
-"""The trainer that executes a schedule: each stage is bound to a function, lanes decide when it runs.
-
-All state that stages hand to one another lies in rings whose sizes the schedule declares, so that
-what the checker proves about the declared slots holds for the memory that is really used.
-"""
+"""The trainer that executes a schedule: its stages are functions, and lanes decide when each runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nestpipe.collectives import Exchange, error_on_its_way
-from nestpipe.data.batch import Batch, Jagged
-from nestpipe.embedding.collection import ReceivedEmbeddings
-from nestpipe.embedding.optim import averaged_update, momentum_scaled, sparse_update, state_width
-from nestpipe.embedding.replicas import Replicas, sharding_groups
-from nestpipe.embedding.routing import RoutingPlan, route
-from nestpipe.embedding.table import DualBuffer, Rows, host_table, resharded_rows, shard_layout
+from nestpipe.collectives import error_on_its_way
+from nestpipe.data.batch import Batch
+from nestpipe.embedding.table import Rows, resharded_rows
 from nestpipe.lanes import Delay, LaneStopped, OneAtATime, ThreadLanes
 from nestpipe.runnable import lanes_without_waiting, require_runnable
 from nestpipe.schedule import Ref, Schedule, folded
+from nestpipe.stages import Stages
 from nestpipe.trace import Span
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult
 
-_ENDED = RoutingPlan(ended=True)
 
-
-class Engine:
+class Engine(Stages):
     """Trains ``spec`` by ``schedule`` on every rank of the default process group (or on one rank without it).
 
     ``overlap=False`` runs the schedule's list one operation at a time. ``delay`` shakes the lanes (tests).
@@ -51,45 +42,12 @@ class Engine:
         replica_groups: int = 1,
     ):
         require_runnable(schedule)
+        super().__init__(schedule, spec, sparse_optimizer, dense_optimizer, seed, replica_groups)
         self.name = schedule.name
-        self.schedule = schedule
-        self._spec = spec
-        marks = {op.ref.stage: op.marks for op in schedule.ops}
-        self._averaged = "update_rule" in marks["U"]
-        self._rule = momentum_scaled(sparse_optimizer, replica_groups) if self._averaged else sparse_optimizer
-        self._wire = {stage: torch.bfloat16 if "lossy" in marks[stage] else torch.float32 for stage in "EG"}
-        sharding = sharding_groups(replica_groups if "D" in marks else 1)
-        self._exchanges = {group: Exchange(sharding) for group in ("keys", "all2all")} | {"allreduce": Exchange()}
-        self._replicas = Replicas(replica_groups) if sharding else None
-        if self._replicas:
-            self._exchanges |= self._replicas.exchanges
-        ranks = self._exchanges["keys"]
-        self.layout = shard_layout(spec.tables, ranks.world_size)
-        width = state_width(sparse_optimizer, spec.tables[0].dim)
-        self.shard = host_table(self.layout, ranks.rank, seed, width)
-        self._dim = spec.tables[0].dim
-        self.buffers = DualBuffer(schedule.rings["buffer"], self._dim, width)
-        self._embeddings = ReceivedEmbeddings(spec.tables)
-        self.model = spec.build(self._embeddings)
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._flat_gradient = _flat_gradients(self._parameters)
-        self.dense_optimizer = dense_optimizer(self._parameters)
-        self._rings: dict[str, list[Any]] = {name: [None] * size for name, size in schedule.rings.items()}
-        self._losses: dict[tuple[int, int], float] = {}
-        self._results: dict[int, StepResult] = {}
-        self._source: Iterator[Batch] = iter(())
-        self._exhausted = False
         self._running = False
         self._step = 0
-        self._first = 0
         self._late_write_back = any(op.ref.stage == "W" and op.ref.batch < 0 for op in schedule.ops)
-        self._has_sync = any(op.ref.stage == "S" for op in schedule.ops)
-        self._run_stage: dict[str, Callable[[Ref], None]] = {
-            op.ref.stage: getattr(self, _METHODS[op.ref.stage]) for op in schedule.ops
-        }
-        self._updates_table = any(op.ref.stage == "U" and "table" in op.writes for op in schedule.ops)
-        self._in_flight: Mapping[int, Mapping[str, Tensor]] = {}
-        lanes = folded(schedule, lanes_without_waiting(ranks.world_size, self._exchanges["allreduce"].world_size))
+        lanes = folded(schedule, lanes_without_waiting(self.layout.world_size, self.exchanges["allreduce"].world_size))
         self._lanes: ThreadLanes | OneAtATime = (
             ThreadLanes(lanes, self.execute, delay=delay) if overlap else OneAtATime(lanes, self.execute)
         )
@@ -101,7 +59,7 @@ class Engine:
         return self._step
 
     def progress(self, batches: Iterator[Batch]) -> StepResult:
-        self._source = batches
+        self.source = batches
         try:
             if not self._running:
                 self.begin()
@@ -109,24 +67,24 @@ class Engine:
                     self._lanes.run_step(step)
             self._lanes.run_step(self._step)
             self._lanes.wait(Ref("O", self._step))
-            if self._step not in self._results:  # passed over: the data of all ranks has ended
+            if self._step not in self.results:  # passed over: the data of all ranks has ended
                 self._lanes.drain()
                 self._running = False
                 raise StopIteration
         except LaneStopped as stopped:
             raise stopped.__cause__ or stopped from None
         self._step += 1
-        return self._results.pop(self._step - 1)
+        return self.results.pop(self._step - 1)
 
     def take_spans(self) -> list[Span]:
         return self._lanes.take_spans()
 
     def table(self, name: str) -> Tensor:
         self.finish()
-        t = [table.name for table in self._spec.tables].index(name)
+        t = [table.name for table in self.spec.tables].index(name)
         base, block = self.layout.base[t], self.layout.block[t]
-        blocks = self._exchanges["keys"].all_gather(self.shard.weight[base : base + block])
-        return blocks.flatten(0, 1)[: self._spec.tables[t].rows]
+        blocks = self.exchanges["keys"].all_gather(self.shard.weight[base : base + block])
+        return blocks.flatten(0, 1)[: self.spec.tables[t].rows]
 
     def dense_state(self) -> Mapping[str, Tensor]:
         return {name: p.detach() for name, p in self.model.named_parameters()}
@@ -151,7 +109,7 @@ class Engine:
         found: dict[int, dict[str, Tensor]] = {}
         ahead = max((op.ref.batch for op in self.schedule.ops if op.ref.stage == "R"), default=0)
         for batch in range(self._step, self._step + ahead) if self._running else ():
-            plan = self._plan(batch)
+            plan = self.plan(batch)
             rows = self.buffers[batch % self.schedule.rings["buffer"]]
             if not plan.ended and not rows.equals(self.shard, plan.rows):
                 found[batch] = {"rows": plan.rows, "weight": rows.weight.clone(), "state": rows.state.clone()}
@@ -167,13 +125,13 @@ class Engine:
         self.finish()
         self._running = False
         self._step = state["step"]
-        self._in_flight = dict(state["in_flight"])
+        self.early_rows = dict(state["in_flight"])
         self.shard.weight.copy_(state["weight"])
         self.shard.state.copy_(state["state"])
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(state["dense"][name])
-        self._flat_gradient.zero_()
+        self.flat_gradient.zero_()
         # A copy: an optimizer takes tensors over as they are, and would go on to change the caller's.
         self.dense_optimizer.load_state_dict(deepcopy(state["dense_optimizer"]))
 
@@ -188,7 +146,7 @@ class Engine:
         # Replicas are equal: those of the first group will do.
         first = states[:: len(states) // shards]
         rows = resharded_rows(
-            [Rows(state["weight"], state["state"]) for state in first], self.layout, self._exchanges["keys"].rank
+            [Rows(state["weight"], state["state"]) for state in first], self.layout, self.exchanges["keys"].rank
         )
         head = {"step": step, "shards": self.layout.world_size, "in_flight": {}}
         return {**states[0], **head, "weight": rows.weight, "state": rows.state}
@@ -196,24 +154,16 @@ class Engine:
     def close(self) -> None:
         self._lanes.close()
         if not error_on_its_way():
-            for exchange in self._exchanges.values():
+            for exchange in self.exchanges.values():
                 exchange.close()
 
     # ---- running ----
 
     def begin(self) -> None:
         """Start a pipeline at the current step: what earlier batches left in the rings is void."""
-        self._running, self._exhausted = True, False
-        self._first = self._step
-        for ring in self._rings.values():
-            ring[:] = [None] * len(ring)
+        self._running = True
+        self.begin_at(self._step)
         self._lanes.start(self._step - self.schedule.depth)
-
-    def execute(self, op: Ref) -> None:
-        """Run one operation now. Batches before the first and after the last are passed over."""
-        if op.batch < self._first or (op.stage not in "PHK" and self._plan(op.batch).ended):
-            return
-        self._run_stage[op.stage](op)
 
     def finish(self) -> None:
         """Bring the host table up to date between steps; the pipeline goes on afterwards."""
@@ -222,187 +172,5 @@ class Engine:
         self._lanes.drain()
         # Between steps the newest update is in the buffer alone, where W belongs to the next step.
         last = self._step - 1
-        if self._late_write_back and last >= self._first:
-            self._write_back(Ref("W", last))
-
-    def _get(self, name: str, op: Ref, before: int = 0) -> Any:
-        return self._rings[name][(op.batch - before) % len(self._rings[name])]
-
-    def _put(self, name: str, op: Ref, value: Any) -> None:
-        self._rings[name][op.batch % len(self._rings[name])] = value
-
-    def _micro(self, name: str, op: Ref) -> int:
-        return (op.batch * self.schedule.micro_batches + op.micro - 1) % len(self._rings[name])
-
-    def _plan(self, batch: int) -> RoutingPlan:
-        return self._rings["plan"][batch % len(self._rings["plan"])] or _ENDED
-
-    def _buffer(self, op: Ref, before: int = 0) -> int:
-        return (op.batch - before) % self.schedule.rings["buffer"]
-
-    # ---- the stages ----
-
-    def _prefetch(self, op: Ref) -> None:
-        batch = None if self._exhausted else next(self._source, None)
-        self._exhausted = batch is None
-        parts = self._nothing() if batch is None else batch.split(self.schedule.micro_batches)
-        self._put("input", op, (parts, batch is None))
-
-    def _nothing(self) -> Sequence[Batch]:
-        none = torch.empty(0, dtype=torch.int64)
-        features = (feature for table in self._spec.tables for feature in table.features)
-        empty = Batch({feature: Jagged(none, none) for feature in features}, none, {}, share=0.0)
-        return [empty] * self.schedule.micro_batches
-
-    def _copy_to_device(self, op: Ref) -> None:
-        parts, _ = self._get("input", op)
-        self._put("batch", op, parts)  # the host is the device here
-
-    def _route_keys(self, op: Ref) -> None:
-        parts, ended = self._get("input", op)
-        before = self._get("plan", op, 1) if self._has_sync and op.batch > self._first else None
-        if self._replicas is None:
-            plan = route(parts, ended, self.layout, self._exchanges["keys"], before)
-        else:
-            plan = route(parts, ended, self.layout, self._exchanges["keys"], None, self._replicas.agree)
-            plan = plan if plan.ended else self._replicas.widened(plan, before)
-        self._put("plan", op, plan)
-
-    def _retrieve(self, op: Ref) -> None:
-        rows = self._plan(op.batch).rows
-        buffer = self.buffers.resize(self._buffer(op), len(rows))
-        early = self._in_flight.get(op.batch)
-        if early is None:
-            self.shard.gather(rows, buffer)
-        else:  # resumed: these rows were in the buffer when the checkpoint was taken
-            buffer.weight.copy_(early["weight"])
-            buffer.state.copy_(early["state"])
-
-    def _synchronise(self, op: Ref) -> None:
-        if op.batch > self._first:
-            plan = self._plan(op.batch)
-            self.buffers.synchronise(self._buffer(op), self._buffer(op, 1), plan.shared, plan.shared_before)
-
-    def _embedding_all_to_all(self, op: Ref) -> None:
-        plan = self._plan(op.batch).micro[op.micro - 1]
-        source = self.buffers[self._buffer(op)].weight.index_select(0, plan.send_index)
-        self._rings["received"][self._micro("received", op)] = self._exchange_rows("E", source, plan.receive, plan.send)
-
-    def _exchange_rows(self, stage: str, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> Tensor:
-        source = source.to(self._wire[stage])  # rows that stay here too: results do not depend on the ranks
-        if self.layout.world_size > 1:
-            target = torch.empty(sum(receive), self._dim, dtype=source.dtype)
-            self._exchanges["all2all"].all_to_all(target, source, receive, send)
-            source = target
-        return source.float()
-
-    def _forward(self, op: Ref) -> None:
-        part = self._get("batch", op)[op.micro - 1]
-        slot = self._micro("activation", op)
-        if not len(part):
-            self._rings["activation"][slot] = None
-            return
-        plan = self._plan(op.batch)
-        received = self._rings["received"][self._micro("received", op)].requires_grad_()
-        self._embeddings.set(received, plan.micro[op.micro - 1].inverse, part)
-        loss = self.model(part).sum() / plan.global_samples
-        self._losses[op.batch, op.micro] = float(loss.detach())
-        self._rings["activation"][slot] = loss
-
-    def _backward(self, op: Ref) -> None:
-        loss = self._rings["activation"][self._micro("activation", op)]
-        received = self._rings["received"][self._micro("received", op)]
-        if loss is not None:
-            loss.backward()
-        gradient = torch.zeros_like(received) if received.grad is None else received.grad
-        self._rings["gradient"][self._micro("gradient", op)] = gradient
-        self._rings["activation"][self._micro("activation", op)] = None
-
-    def _gradient_all_to_all(self, op: Ref) -> None:
-        plan = self._plan(op.batch).micro[op.micro - 1]
-        gradient = self._rings["gradient"][self._micro("gradient", op)]
-        arrived = self._exchange_rows("G", gradient, plan.send, plan.receive)
-        if plan.everywhere is None or plan.arrive_index is None:
-            self._accumulate(op, plan.send_index, arrived)
-        else:
-            own = torch.zeros(len(plan.everywhere), self._dim).index_add_(0, plan.arrive_index, arrived)
-            self._rings["arrived"][self._micro("arrived", op)] = own
-
-    def _synchronise_replicas(self, op: Ref) -> None:
-        own = self._rings["arrived"][self._micro("arrived", op)]
-        if self._replicas is None:  # one group: G has accumulated
-            return
-        index = self._plan(op.batch).micro[op.micro - 1].everywhere
-        assert index is not None
-        self._accumulate(op, index, self._replicas.apart(own) if self._averaged else self._replicas.summed(own))
-
-    def _accumulate(self, op: Ref, index: Tensor, gradient: Tensor) -> None:
-        """Add float32 [.., n, dim] to the accumulator's rows ``index``; with 2D-SP's rule it has a part per group."""
-        total = self._get("accumulator", op)
-        if total is None:
-            total = torch.zeros(*gradient.shape[:-2], len(self._plan(op.batch).rows), self._dim)
-        self._put("accumulator", op, total.index_add_(-2, index, gradient))
-
-    def _all_reduce(self, op: Ref) -> None:
-        self._exchanges["allreduce"].all_reduce(self._flat_gradient)
-
-    def _sparse_update(self, op: Ref) -> None:
-        total, rows = self._get("accumulator", op), self.buffers[self._buffer(op)]
-        index = self._plan(op.batch).rows
-        if self._updates_table:  # what the buffer holds was read early: the update goes to what is there now
-            self.shard.gather(index, rows)
-        if self._averaged and total.dim() == 3:
-            averaged_update(self._rule, rows, total)
-        else:
-            sparse_update(self._rule, rows, total)
-        if self._updates_table:
-            self.shard.scatter(index, rows)
-        self._put("accumulator", op, None)
-
-    def _dense_step(self, op: Ref) -> None:
-        self.dense_optimizer.step()
-        self._flat_gradient.zero_()
-        plan = self._plan(op.batch)
-        self._results[op.batch] = StepResult(
-            step=op.batch,
-            loss=sum(self._losses.pop((op.batch, m), 0.0) for m in range(1, self.schedule.micro_batches + 1)),
-            samples=sum(map(len, self._get("batch", op))),
-            embedding_bytes=self._bytes(plan.remote, plan.synchronised),
-            minimum_embedding_bytes=self._bytes(plan.minimum_remote, [len(plan.rows)] if self._replicas else []),
-            duplication_factor=plan.travelling / max(1, plan.distinct),
-        )
-
-    def _bytes(self, exchanged: int, synchronised: Sequence[int]) -> int:
-        """Of rows exchanged once in either direction, and of rows that replicas synchronise."""
-        row = sum(dtype.itemsize for dtype in self._wire.values()) * self._dim
-        replicas = sum(self._replicas.sent_rows(n, self._averaged) for n in synchronised) if self._replicas else 0
-        return exchanged * row + replicas * self._dim * 4
-
-    def _write_back(self, op: Ref) -> None:
-        self.shard.scatter(self._plan(op.batch).rows, self.buffers[self._buffer(op)])
-
-
-_METHODS = {
-    "P": "_prefetch",
-    "H": "_copy_to_device",
-    "K": "_route_keys",
-    "R": "_retrieve",
-    "S": "_synchronise",
-    "E": "_embedding_all_to_all",
-    "F": "_forward",
-    "B": "_backward",
-    "G": "_gradient_all_to_all",
-    "D": "_synchronise_replicas",
-    "A": "_all_reduce",
-    "U": "_sparse_update",
-    "O": "_dense_step",
-    "W": "_write_back",
-}
-
-
-def _flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
-    """One vector that all dense gradients are views of: one AllReduce, and backward adds in place."""
-    flat = torch.zeros(sum(p.numel() for p in parameters))
-    for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad = piece.view_as(parameter)
-    return flat
+        if self._late_write_back and last >= self.first:
+            self.execute(Ref("W", last))

@@ -55,7 +55,7 @@ def resumed(folder: str, run: Run, forget_early_rows: bool = False, warm: bool =
         results = checkpoints(folder, run).load(trainer, partial(same_samples, dist.get_world_size()))
         assert results is not None and trainer.trained == SAVED_AT == len(results)
         if forget_early_rows:
-            trainer._in_flight = {}
+            trainer.early_rows = {}
         iterator = iter(batches(STEPS)[SAVED_AT:])
         results += [trainer.progress(iterator) for _ in range(STEPS - SAVED_AT)]
         return Outcome([r.loss for r in results], [r.samples for r in results], weights(trainer))
@@ -114,7 +114,7 @@ def state_of(folder: str, run: Run):
     trainer = run.trainer()
     try:
         checkpoints(folder, run).load(trainer, partial(same_samples, dist.get_world_size()))
-        layout, exchange = trainer.layout, trainer._exchanges["keys"]
+        layout, exchange = trainer.layout, trainer.exchanges["keys"]
         states = exchange.all_gather(trainer.shard.state)
         rows = [
             states[rank, layout.base[t] : layout.base[t] + stop - start]
