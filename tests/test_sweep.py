@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import tyro
 from fake_slurm import FakeSlurm, install
 
 from nestpipe.cli import main
+from nestpipe.commands.sweep import Command
 from nestpipe.records import METRICS, Record, Store
 from slurm.collect import collect
 from slurm.executors import sbatch_text
@@ -340,3 +344,20 @@ def test_cluster_settings_survive_the_folder(tmp_path):
     sweep = SweepFolder(tmp_path / "sweep")
     sweep.write_settings(grid, "slurm")
     assert sweep.settings() == ("grid", "slurm", grid.cluster)
+
+
+# What the page says
+
+
+def test_the_page_is_true(tmp_path):
+    """Its grid is one, its commands are commands, and every key of [cluster] is explained or named."""
+    page = (Path(__file__).resolve().parent.parent / "slurm" / "README.md").read_text()
+    (toml,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    (tmp_path / "my.toml").write_text(toml)
+    grid = load_grid(tmp_path / "my.toml")
+    assert len(grid.points) == 6 and grid.cluster.setup == ("module load cuda",)
+    lines = re.findall(r"^(?:\.venv/bin/)?nestpipe sweep ([^#\n&]*)", page, re.M)
+    assert len(lines) >= 6
+    for line in lines:
+        assert tyro.cli(Command, args=shlex.split(line), config=(tyro.conf.OmitArgPrefixes,))
+    assert len(page.splitlines()) < 110

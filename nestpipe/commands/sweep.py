@@ -120,8 +120,8 @@ class Collect:
     """The grid, or the sweep's folder."""
     folder: Path | None = None
     """The sweep's folder (default: sweeps/GRID)."""
-    store: Path = Path("results/out/records")
-    """The record store's folder."""
+    store: Path | None = None
+    """The record store's folder (default: results/out/records/GRID)."""
 
 
 Command = (
@@ -153,9 +153,10 @@ def main(arguments: Sequence[str]) -> int:
     from slurm.collect import collect
     from slurm.status import counts, point_states
 
-    sweep.settings()
-    done = collect(sweep, command.store)
-    print(f"{done.new} new records and {done.same} known ones in {command.store}; {counts(point_states(sweep))}")
+    name, _, _ = sweep.settings()
+    store = command.store or Path("results/out/records") / name
+    done = collect(sweep, store)
+    print(f"{done.new} new records and {done.same} known ones in {store}; {counts(point_states(sweep))}")
     for line in done.bad:
         print(f"skipped: {line}")
     return 1 if done.bad else 0
