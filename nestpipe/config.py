@@ -26,6 +26,8 @@ class DataConfig:
     """synthetic: items and interactions relative to KuaiRand-27K (32,038,693 videos, 322,278,385 interactions).
 
     Users (27,285) and interactions per user shrink by its square root each."""
+    users: int | None = None
+    """synthetic: this many users share the interactions, instead of the number that data_scale gives."""
     interest_clusters: int = 32
     """synthetic: groups of users that share interests."""
     batch_size: int = 64
@@ -37,6 +39,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require(0 < self.data_scale < math.inf, f"data_scale is {self.data_scale}; it must be a number above 0")
+        _require(self.users is None or self.users >= 2, f"users is {self.users}; it must be at least 2")
         for name in ("interest_clusters", "batch_size", "negatives"):
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
 

@@ -96,3 +96,9 @@ def test_tiny_scales_still_make_a_data_set(scale):
     dataset = load_dataset(DataConfig(data_scale=scale), ModelConfig(), seed=1)
     batch = next(dataset.batches(0, 1))
     assert len(batch) >= 1 and (batch.sparse["history"].values() < dataset.items).all()
+
+
+def test_users_share_the_interactions():
+    usual, many = (load_dataset(DataConfig(users=n), ModelConfig(), seed=1) for n in (None, 5000))
+    assert many.users == 5000 and many.items == usual.items
+    assert many.lengths.sum() + 5000 == pytest.approx(usual.lengths.sum() + usual.users, rel=0.02)

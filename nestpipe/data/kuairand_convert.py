@@ -65,7 +65,8 @@ def _convert(files: Sequence[Path], folder: Path, skip: bool) -> None:
         what = f"none of {bad.count} rows is usable: {bad.examples[0]}" if bad.count else "there is no row"
         raise DataError(f"{files[0].parent}: {what}; expected KuaiRand's log_standard*.csv")
     videos = seen.ids()
-    np.save(folder / "video_ids.npy", videos)
+    small = videos[-1] <= np.iinfo(np.int32).max
+    np.save(folder / "video_ids.npy", videos.astype(np.int32) if small else videos)
     numbers = seen.numbers(videos)
     with progress("ordering histories", rows) as advance:
         _lay_out(folder, rows, numbers, advance)

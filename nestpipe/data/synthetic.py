@@ -33,10 +33,12 @@ def load_synthetic(config: DataConfig, model: ModelConfig, seed: int) -> Dataset
     """``scale`` x the items and interactions of KuaiRand-27K.
 
     Users, and interactions per user, shrink by the square root of ``scale`` each: were users alone
-    to shrink, a small set would be a handful of people who have each seen every video.
+    to shrink, a small set would be a handful of people who have each seen every video. ``config.users`` shares
+    the same interactions out among more or fewer.
     """
-    users, items = max(2, round(27_285 * config.data_scale**0.5)), max(64, round(32_038_693 * config.data_scale))
-    lengths = _history_lengths(users, config.data_scale**0.5, seed)
+    usual, items = max(2, round(27_285 * config.data_scale**0.5)), max(64, round(32_038_693 * config.data_scale))
+    users = config.users or usual
+    lengths = _history_lengths(users, config.data_scale**0.5 * usual / users, seed)
     read = _reader(items, config.interest_clusters, lengths, seed)
     test_items, _ = read(np.arange(users), lengths - 1, np.ones(users, dtype=np.int64))
     return Dataset(
