@@ -29,7 +29,7 @@ FAMILIES = {
     "2d-sp": (("2d-sp",), 4, 1e-6),
 }
 SIZE = "--data-scale 0.0001 --batch-size 8 --negatives 8 --embedding-dim 16 --width 16 --dense-layers 1 "
-SIZE += "--sequence-length 10 --micro-batches 3 --pace-dense 8 --sync-interval 3 --rounds 6"
+SIZE += "--sequence-length 10 --micro-batches 3 --pace-dense 3 --sync-interval 3 --rounds 6"
 
 
 @dataclass
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated, of " + ", ".join(FAMILIES))
     parser.add_argument("--kills", type=int, default=20, help="outside a write, per family")
     parser.add_argument("--writes", type=int, default=5, help="inside a write, per family")
-    parser.add_argument("--steps", type=int, default=120, help="of each method")
+    parser.add_argument("--steps", type=int, default=60, help="of each method")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the counts here as JSON")
     options = parser.parse_args()
