@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from slurm.executors import sbatch_text
 from slurm.folder import SweepFolder, write_json
 from slurm.grid import Cluster, load_grid
 from slurm.job import write_failure
+from slurm.signals import NOTHING, SAVE_AND_STOP, Agreement, Flag
 from slurm.status import counts, point_states
 
 GRID = """\
@@ -336,6 +338,23 @@ def test_local_jobs_end_with_the_command(tmp_path, monkeypatch):
     assert not left
 
 
+@pytest.mark.slow
+def test_a_local_job_that_reaches_its_time_limit_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    one = GRID.replace("[2, 4]", "[2]").replace("[8, 16]", "[8]").replace('["serial", "nestpipe"]', '["nestpipe"]')
+    # Told 20 s after the start of its processes, of which training gets a part: one run takes several.
+    limit = "time = 1\nsignal_delay_s = 40\nmax_timeouts = 5\n"
+    Path("grid.toml").write_text(one.replace("steps = 2", "steps = 180\npace_dense = 100.0") + limit)
+    for folder, words in (("limited", []), ("free", ["--time", "20"])):
+        status, out, err = nestpipe(capsys, "submit", "grid.toml", "--folder", folder, *words)
+        assert status == 0, out + err
+        collect(SweepFolder(Path(folder)), Path(folder) / "store")
+    (limited,), (free,) = (Store(Path(f) / "store").read()[0] for f in ("limited", "free"))
+    assert limited.losses == free.losses and len(free.losses) == 184
+    assert len(limited.steps) < len(free.steps)  # no times of steps before the last start
+    assert "going on after step" in "".join(p.read_text() for p in Path("limited/logs").glob("*_0_log.out"))
+
+
 def test_cluster_settings_survive_the_folder(tmp_path):
     grid = dataclasses.replace(
         load_grid((tmp_path / "grid.toml").write_text(GRID) and tmp_path / "grid.toml"),
@@ -344,6 +363,28 @@ def test_cluster_settings_survive_the_folder(tmp_path):
     sweep = SweepFolder(tmp_path / "sweep")
     sweep.write_settings(grid, "slurm")
     assert sweep.settings() == ("grid", "slurm", grid.cluster)
+
+
+def flags_of_a_signalled_rank(signalled: int, at: int) -> list[int]:
+    import torch.distributed as dist
+
+    before = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGTERM)
+    flag, agreement, seen = Flag(), Agreement(), []
+    for step in range(6):
+        if dist.get_rank() == signalled and step == at:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            os.kill(os.getpid(), signal.SIGTERM)
+        seen.append(agreement.of_all(flag.take()))
+    agreement.close()
+    signal.signal(signal.SIGUSR2, before[0])
+    signal.signal(signal.SIGTERM, before[1])
+    return seen
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_all_ranks_hear_of_a_signal_to_one_in_the_same_step(pool2, signalled):
+    answers = pool2.run(flags_of_a_signalled_rank, signalled, 2)
+    assert answers == [[NOTHING] * 3 + [SAVE_AND_STOP] + [NOTHING] * 2] * 2
 
 
 # What the page says
