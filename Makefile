@@ -3,7 +3,7 @@
 PYTHON ?= python3
 DEVICE ?= cpu
 PYTEST_ARGS ?=
-REPRODUCE_ARGS ?= --methods serial,nestpipe,torchrec --workers 2 --steps 20 --json results/out/run.json
+REPRODUCE_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: DEVICE=cpu|cuda, PYTHON=python3.12, PYTEST_ARGS='-k launch', REPRODUCE_ARGS='--workers 4'"
+	@echo "  variables: DEVICE=cpu|cuda, PYTHON=python3.12, PYTEST_ARGS='-k launch', REPRODUCE_ARGS='--only table2'"
 
 setup: $(STAMP)  ## create .venv (about two minutes); DEVICE=cuda for a machine with NVIDIA GPUs
 
@@ -39,9 +39,8 @@ $(STAMP): pyproject.toml tools/fbgemm-gpu/pyproject.toml
 	$(BIN)/python -m pip check
 	@touch $@
 
-reproduce: $(STAMP)  ## a short measured comparison of the methods on this machine
-	@mkdir -p results/out
-	$(BIN)/nestpipe run $(REPRODUCE_ARGS)
+reproduce: $(STAMP)  ## every table and figure, and report.html (see REPRODUCE.md; finished parts are kept)
+	$(BIN)/nestpipe reproduce $(REPRODUCE_ARGS)
 
 test: lint  ## style, types and the tests of a few minutes
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
@@ -55,7 +54,7 @@ test-slurm: $(STAMP)  ## sweeps on a real Slurm on this machine, with its faults
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(wildcard nestpipe baselines slurm)
+	$(BIN)/mypy $(wildcard nestpipe baselines slurm results suites)
 
 format: $(STAMP)  ## apply ruff's fixes and format
 	$(BIN)/ruff check --fix .

@@ -77,7 +77,8 @@ def _curves(panel: Any, frame: pd.DataFrame, metric: str, title: str, unit: str)
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     panel.set_title(title, fontsize=7)
     panel.set(xlabel="samples per micro-batch", ylabel=unit, ylim=(0, None))
-    panel.legend()
+    if len(frame):
+        panel.legend()
 
 
 def fig10(sources: Sources) -> Artefact:

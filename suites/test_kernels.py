@@ -41,12 +41,12 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
-def sizes(pytestconfig) -> Sizes:
+def sizes(pytestconfig: pytest.Config) -> Sizes:
     return Sizes(pytestconfig.option.benchmark)
 
 
 @pytest.fixture(scope="session")
-def bandwidth(sizes) -> float:
+def bandwidth(sizes: Sizes) -> float:
     """Bytes per second, read and written, of a large copy on one thread."""
     import time
 
@@ -78,12 +78,12 @@ def of_bandwidth(benchmark: Any, moved: float, bandwidth: float) -> None:
 
 
 @pytest.fixture
-def host_table(sizes) -> Rows:
+def host_table(sizes: Sizes) -> Rows:
     return Rows(torch.rand(sizes.table, sizes.dim), torch.rand(sizes.table, 1))
 
 
 @pytest.fixture
-def touched(sizes) -> Tensor:
+def touched(sizes: Sizes) -> Tensor:
     return torch.randperm(sizes.table)[: sizes.rows].sort().values
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from nestpipe.run import RunConfig
 from results.plan import find_part
 from results.sensitivity import one_dimension
 from results.series import simulated_means
@@ -35,13 +38,12 @@ def test_more_micro_batches_repeat_keys_and_clustering_helps(runs):
 
 def test_larger_rows_are_more_traffic(runs, pytestconfig):
     part = find_part("sizes", options_of(pytestconfig))
-    by_dim = {}
-    for i, config in enumerate(part.runs):
-        if (config.model.dense_layers, config.model.sequence_length) == (
-            part.runs[0].model.dense_layers,
-            part.runs[0].model.sequence_length,
-        ):
-            by_dim[config.model.embedding_dim] = np.sum(runs("sizes", i)["nestpipe"].metrics["embedding_bytes"])
+    models = [config.model for config in part.runs if isinstance(config, RunConfig)]
+    by_dim = {
+        model.embedding_dim: np.sum(runs("sizes", i)["nestpipe"].metrics["embedding_bytes"])
+        for i, model in enumerate(models)
+        if replace(model, embedding_dim=models[0].embedding_dim) == models[0]
+    }
     small, *_, large = sorted(by_dim)
     assert by_dim[large] / by_dim[small] == pytest.approx(large / small, rel=1e-6)
 
