@@ -302,6 +302,14 @@ def test_the_example_changes_at_most_five_lines():
     assert sum(line.startswith("+ ") for line in changes) <= 5 and sum(line.startswith("- ") for line in changes) <= 5
 
 
+def test_the_change_in_the_readme_is_the_examples():
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    shown = readme.partition("```diff\n")[2].partition("```")[0].splitlines()
+    theirs, ours = ((EXAMPLES / f"dlrm_{name}.py").read_text().splitlines() for name in ("torchrec", "nestpipe"))
+    changes = [line[0] + line[2:] for line in difflib.ndiff(theirs, ours) if line[0] in "+-" and line[2:].strip()]
+    assert sorted(shown) == sorted(changes)
+
+
 def dlrm_losses(steps: int, micro_batches: int, rule: str):
     """On a rank: unmodified DLRM under DistributedModelParallel and under NestPipe, from the same weights."""
     import sys
