@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nestpipe.clustering import clustered
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.foreign import ForeignBatches
+from nestpipe.data.foreign import BatchError, ForeignBatches
 from nestpipe.embedding.torchrec_collections import (
     HandedRows,
     drop_in,
@@ -32,7 +33,7 @@ from nestpipe.embedding.torchrec_collections import (
     whole_tables,
 )
 from nestpipe.methods import find_method
-from nestpipe.separable import require_no_batch_statistics, require_separable_loss
+from nestpipe.separable import NotSeparable, require_no_batch_statistics, require_separable_loss
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult, TableConfig, Trainer
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -146,18 +147,28 @@ class NestPipeline:
 
     def _converted(self, source: Iterator[Any]) -> Iterator[Batch]:
         example = next(source, None)
-        if example is None and self._trainer is None:
-            raise ValueError("the first iterator holds no batch, so the type of batches is unknown")
+        if self._trainer is None:
+            error = self._first_error(example)
+            _raise_on_all_ranks(error)
+            self._build(ForeignBatches(self._reads, example))
         if example is None:
             return iter(())
         foreign = ForeignBatches(self._reads, example)
-        if self._trainer is None:
+        batches = foreign.batches(_and_then(example, source))
+        return clustered(batches, self._tables, self._micro_batches) if self._clustering else batches
+
+    def _first_error(self, example: Any) -> Exception | None:
+        """What keeps this rank from training, seen on its first batch."""
+        if example is None:
+            return ValueError("the first iterator holds no batch, so the type of batches is unknown")
+        foreign = ForeignBatches(self._reads, example)
+        try:
             first = foreign.to_batch(example, 0)
             if self._check:
                 self._check_separable(foreign, first)
-            self._build(foreign)
-        batches = foreign.batches(_and_then(example, source))
-        return clustered(batches, self._tables, self._micro_batches) if self._clustering else batches
+        except (BatchError, NotSeparable) as error:
+            return error
+        return None
 
     def _build(self, foreign: ForeignBatches) -> None:
         tables = whole_tables(find_collections(self._model))  # before the drop-ins take their place
@@ -199,6 +210,18 @@ class _MadeUpRows(nn.Module):
             for feature in table.features
             for jagged in (self.part.sparse[feature],)
         }
+
+
+def _raise_on_all_ranks(error: Exception | None) -> None:
+    """Collective: were one rank alone to raise, the others would wait for it inside the first exchange."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        errors: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, str(error) if error else None)
+        if error is None and any(errors):
+            rank = next(rank for rank, text in enumerate(errors) if text)
+            error = ValueError(f"rank {rank}: {errors[rank]}")
+    if error is not None:
+        raise error
 
 
 def _copy_without_tables(model: nn.Module) -> nn.Module:

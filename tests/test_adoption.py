@@ -291,6 +291,65 @@ def test_equals_the_users_own_loop(weighted, reduction):
     pipeline.close()
 
 
+class Both(nn.Module):
+    """A pooled collection and a sequence collection in one model, in modules of their own."""
+
+    def __init__(self):
+        super().__init__()
+        tables = [EmbeddingConfig(num_embeddings=ROWS, embedding_dim=DIM, name="s1", feature_names=["a", "c"])]
+        self.inner = nn.ModuleDict({"pooled": bags(), "sequence": EmbeddingCollection(tables=tables)})
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            self.net = nn.Linear(5 * DIM, 1)
+
+    def forward(self, batch):
+        rows = self.inner["sequence"](batch.sparse)["c"]
+        last = pool(rows.values(), rows.lengths())
+        score = self.net(torch.cat([self.inner["pooled"](batch.sparse).values(), last], 1)).squeeze(1)
+        return (score - batch.label).square().mean()
+
+
+def test_several_collections_of_both_kinds():
+    torch.set_num_threads(1)
+    plain, ours = Both(), Both()
+    ours.load_state_dict(plain.state_dict())
+    batches = [user_batch(8, n) for n in range(6)]
+    tables = [p for name, p in plain.named_parameters() if "net" not in name]
+    optimizers = [torch.optim.SGD(tables, lr=0.3), sgd(list(plain.net.parameters()))]
+    for batch in batches:
+        plain(batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pipeline = NestPipeline(ours, sgd, SGD, micro_batches=3, clustering=True)
+    source = iter(batches)
+    for _ in batches:
+        pipeline.progress(source)
+    with pytest.raises(StopIteration):
+        pipeline.progress(source)
+    for table in ("t1", "t2"):
+        torch.testing.assert_close(
+            pipeline.trainer.table(table), plain.inner["pooled"].embedding_bags[table].weight.data
+        )
+    torch.testing.assert_close(pipeline.trainer.table("s1"), plain.inner["sequence"].embeddings["s1"].weight.data)
+    pipeline.close()
+
+
+def refused_on_rank() -> str:
+    """Rank 1 alone has no batch."""
+    pipeline = NestPipeline(Clicks(bags()), sgd, SGD, micro_batches=2)
+    try:
+        pipeline.progress(iter([user_batch(4, 1)] if dist.get_rank() == 0 else []))
+    except ValueError as error:
+        return str(error)
+    return "went on"
+
+
+def test_what_one_rank_refuses_all_refuse(pool2):
+    one, other = pool2.run(refused_on_rank)
+    assert "rank 1: the first iterator holds no batch" in one and "holds no batch" in other
+
+
 # ---- DLRM ----
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
