@@ -21,21 +21,17 @@ class Unavailable(RuntimeError):
 
 @contextmanager
 def slurm_up(base: Path) -> Iterator[Path]:
-    """A Slurm with its files in ``base``, or the one that is up already. Raises Unavailable.
+    """A Slurm of our own with its files in ``base``. Raises Unavailable, also where one is up: its jobs are not ours.
 
     Another process takes it down, also when this one is killed: it waits for the end of a pipe.
     """
     if os.geteuid() != 0:
         raise Unavailable("a local Slurm needs root")
-    ping = subprocess.run(["sh", "-c", "scontrol ping"], capture_output=True, text=True)
-    if "UP" in ping.stdout:
-        words = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True).stdout
-        pid_file = next(line.split("=")[1].strip() for line in words.splitlines() if "SlurmctldPidFile" in line)
-        yield Path(pid_file).parent
-        return
+    if "UP" in subprocess.run(["sh", "-c", "scontrol ping"], capture_output=True, text=True).stdout:
+        raise Unavailable("a Slurm is up here already, and these tests kill jobs and nodes: slurm/local/down first")
     env = {**os.environ, "BASE": str(base), "PURGE": "1"}
     guardian = subprocess.Popen(
-        ["bash", "-c", f"read -r _; exec {LOCAL}/down"],
+        ["bash", "-c", f"read -r _; [[ -e {base}/state ]] && exec {LOCAL}/down"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C in the terminal is not for it
