@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nestpipe.convergence import ConvergenceConfig, Curve, converge, identity, read_curves
 from nestpipe.records import Record, Store, write_atomically
 from nestpipe.run import MethodRun, RunConfig, run
 from nestpipe.simulator.simulate import SimulateConfig, simulate
@@ -43,12 +44,15 @@ def run_part(part: Part, folder: Path, progress: Progress | None = None, again: 
     store.folder.mkdir(parents=True, exist_ok=True)
     found = [] if again else store.read()[0]
     began, records, notes = time.monotonic(), list[Record](), list[str]()
-    loopback = False
+    loopback, curves = False, 0
     for i, config in enumerate(part.runs):
         title = f"{part.name} {i + 1}/{len(part.runs)}"
         if isinstance(config, SimulateConfig):
             records += _simulated(config, store, found)
             _tell(progress, title, i + 1, len(part.runs))
+            continue
+        if isinstance(config, ConvergenceConfig):
+            curves += _curves(config, folder, again, progress)
             continue
         if loopback and config.testbed != "loopback":
             config = replace(config, testbed="loopback")
@@ -60,7 +64,19 @@ def run_part(part: Part, folder: Path, progress: Progress | None = None, again: 
             records += _measured(replace(config, testbed="loopback"), part, store, found, folder, title, progress)
     before = {r.key for r in found}
     fresh = sum(r.kind == "measured" and (again or r.key not in before) for r in records)
-    return Done(tuple(records), time.monotonic() - began, fresh, tuple(notes))
+    return Done(tuple(records), time.monotonic() - began, fresh + curves, tuple(notes))
+
+
+def _curves(config: ConvergenceConfig, folder: Path, again: bool, progress: Progress | None) -> int:
+    """Convergence curves into ``folder``/convergence; how many were trained."""
+    target = folder / "convergence"
+    if again:
+        setting = Curve("", 0, identity(config), (), (), {}).setting
+        for path in target.glob(f"*-{setting}.json"):
+            path.unlink()
+    before = {(c.method, c.seed) for c in read_curves(target) if c.config == identity(config)}
+    made = converge(config, target, progress)
+    return sum((curve.method, curve.seed) not in before for curve in made)
 
 
 def _tell(progress: Progress | None, title: str, done: int, total: int) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nestpipe.config import DataConfig, ModelConfig
+from nestpipe.convergence import ConvergenceConfig
 from nestpipe.methods import known_methods
 from nestpipe.records import Record
 from nestpipe.run import RunConfig
@@ -57,6 +58,9 @@ class Options:
     seed: int = 1
 
 
+Run = RunConfig | SimulateConfig | ConvergenceConfig
+
+
 @dataclass(frozen=True)
 class Part:
     """``name``: of the store; ``feeds``: artefacts that are made from it; ``runs``: what is measured or simulated."""
@@ -64,7 +68,7 @@ class Part:
     name: str
     title: str
     feeds: tuple[str, ...]
-    runs: tuple[RunConfig | SimulateConfig, ...]
+    runs: tuple[Run, ...]
 
     @property
     def kind(self) -> str:
@@ -142,8 +146,20 @@ def measured_parts(options: Options) -> list[Part]:
             tuple(four),
         ),
         Part("micro-batches", "NestPipe by number of micro-batches", ("fig9",), tuple(micro)),
+        Part("convergence", "loss and accuracy over three seeds, short", ("fig6",), (_convergence(options),)),
         Part("sizes", "embedding dim, dense layers, sequence length", ("fig10",), tuple(_models(options))),
     ]
+
+
+def _convergence(options: Options) -> ConvergenceConfig:
+    """Short: Fig. 6 with its default of steps and users takes an hour (`nestpipe converge`)."""
+    usual = ConvergenceConfig()
+    methods = _available(("torchrec", "2d-sp", "uniemb", "nestpipe"))
+    twin = "torchrec~ulp," if "torchrec" in methods else ""
+    if options.size == "tiny":
+        few = replace(TINY.data, users=200)
+        return replace(usual, methods=methods, seeds=1, steps=4, evaluations=1, data=few, model=TINY.model)
+    return replace(usual, methods=twin + methods, steps=200, evaluations=2, data=replace(usual.data, users=6000))
 
 
 def _base(options: Options, paced: bool) -> RunConfig:
@@ -203,14 +219,16 @@ def _comparable(config: Any) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "micro_batches"}
 
 
-def command(config: RunConfig | SimulateConfig, store: str) -> str:
+def command(config: Run, store: str) -> str:
     """The command line that does the same as one run of the plan, defaults left out."""
-    name = "simulate" if isinstance(config, SimulateConfig) else "run"
+    name = {SimulateConfig: "simulate", RunConfig: "run", ConvergenceConfig: "converge"}[type(config)]
     words = [f"nestpipe {name}"]
     for option, value in _changed(config, type(config)()):
         flag = "--" + option.replace("_", "-")
         text = f"'{value}'" if isinstance(value, str) and set(value) & set("(),") else str(value)
         words.append(flag if value is True else f"{flag} {text}")
+    if name == "converge":
+        return " ".join([*words, f"--folder {store.split('/records/')[0]}"])
     return " ".join([*words, f"--store {store}"])
 
 

@@ -1,10 +1,15 @@
-"""RQ2, consistency: the losses behind Fig. 6. Convergence itself is `nestpipe report --only fig6`."""
+"""RQ2, consistency: the losses of every method, and Fig. 6 (short; `nestpipe converge` trains for longer)."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from nestpipe.convergence import ConvergenceConfig, identity, read_curves
+from results.measure import run_part
+from results.plan import find_part
 from suites import claims
+from suites.conftest import options_of
 from suites.replay import play, replay
 
 PART, ALL = "two-hosts", 0
@@ -15,6 +20,23 @@ PART, ALL = "two-hosts", 0
 def test_fig6_steps(point, record, benchmark):
     benchmark.extra_info["final_loss"] = record.losses[-1]
     play(benchmark, "fig6", PART, record)
+
+
+def test_fig6_curves(pytestconfig, tmp_path, benchmark):
+    full = pytestconfig.option.benchmark
+    folder = pytestconfig.option.folder if full else tmp_path
+    benchmark.group = "fig6: convergence, all methods and seeds"
+    part = find_part("convergence", options_of(pytestconfig))
+    benchmark.pedantic(run_part, args=(part, folder), rounds=1, iterations=1)
+    (config,) = part.runs
+    assert isinstance(config, ConvergenceConfig)
+    curves = {(c.method, c.seed): c for c in read_curves(folder / "convergence") if c.config == identity(config)}
+    assert len(curves) == len(config.method_names) * config.seeds
+    if ("torchrec", 1) not in curves:
+        pytest.skip("torchrec is not installed")
+    early = slice(0, 4)  # later, rounding has grown (see `nestpipe report --only fig6`)
+    np.testing.assert_allclose(curves["nestpipe", 1].losses[early], curves["torchrec", 1].losses[early], rtol=1e-4)
+    assert all(0 <= value <= 1 for c in curves.values() for value in c.quality["HR@50"])
 
 
 def test_nestpipe_is_synchronous_bit_for_bit(runs):

@@ -84,7 +84,8 @@ def _run(part: Part, i: int, count: int, command: ReproduceCommand, console: Con
         )
     kept = " (kept from before)" if part.kind == "measured" and not done.measured else ""
     console.print(
-        f"{i + 1}/{count} {part.name}: {len(done.records)} records, {done.seconds:.0f} s{kept}", highlight=False
+        f"{i + 1}/{count} {part.name}: {len(done.records) or done.measured} records, {done.seconds:.0f} s{kept}",
+        highlight=False,
     )
     for note in dict.fromkeys(done.notes):
         console.print(f"    {note}", highlight=False)
