@@ -16,6 +16,7 @@ from nestpipe.data import load_dataset
 from nestpipe.engine import Engine
 from nestpipe.models.fuxi import FuXi
 from nestpipe.models.task import BACKBONES, build_model_spec
+from nestpipe.run import RunConfig, train_on_rank
 from nestpipe.schedule import dbp_only, fwp_only, nestpipe, serial
 from nestpipe.trainer import SparseOptimizer
 
@@ -132,3 +133,29 @@ def test_every_method_trains_both_backbones_alike(backbone, micro_batches):
     assert len(set(outcomes["serial"].losses)) == 6
     for name, outcome in outcomes.items():
         assert differences(outcome, outcomes["serial"]) == [], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone", sorted(BACKBONES))
+def test_every_registered_method_trains_both_backbones(pool2, backbone):
+    """Two ranks: synchronous methods, TorchRec's own among them, lose what serial loses; the others stay near."""
+    pytest.importorskip("torchrec")
+    alike = ("serial", "torchrec", "nestpipe", "fwp-only", "dbp-only", "serial(3)", "nestpipe+2d-sp-exact")
+    near = ("uniemb", "2d-sp", "nestpipe+2d-sp", "nestpipe+bf16")
+    config = RunConfig(
+        methods=",".join((*alike, *near)),
+        steps=4,
+        rounds=1,
+        micro_batches=3,
+        data=DataConfig(data_scale=2e-5, batch_size=9, negatives=4, interest_clusters=3),
+        model=ModelConfig(embedding_dim=8, dense_layers=1, width=8, sequence_length=8, backbone=backbone),
+    )
+    ranks = pool2.run(train_on_rank, config)
+    losses = {
+        name: [sum(r.loss for r in step) for step in zip(*(rank[name].results for rank in ranks), strict=True)]
+        for name in ranks[0]
+    }
+    for name in alike:
+        assert losses[name] == pytest.approx(losses["serial"], rel=1e-4), name
+    for name in near:
+        assert losses[name] == pytest.approx(losses["serial"], rel=0.3), name
