@@ -48,11 +48,14 @@ class Timeline:
         return self.start.shape[1]
 
 
-def scheduled_timeline(ops: Sequence[Op], spans: Sequence[Sequence[Span]], offsets: Sequence[float]) -> Timeline:
+def scheduled_timeline(
+    ops: Sequence[Op], spans: Sequence[Sequence[Span]], offsets: Sequence[float], groups: int = 1
+) -> Timeline:
     """Timeline of an engine's run: one span per operation and rank, what it waited for known from the schedule.
 
     ``ops``: the run's operations in schedule order (batches as in the spans); those that some rank
     has no span for are left out. ``spans``: per rank. ``offsets``: seconds to add to each rank's clock.
+    ``groups``: replica groups, where the schedule has a stage D; rank r is in group r mod ``groups``.
     """
     times = [{Ref(s.stage, s.batch, s.micro): (s.start, s.end) for s in rank} for rank in spans]
     # An engine may fold lanes that have nothing to wait for; the spans say where each operation ran.
@@ -64,31 +67,35 @@ def scheduled_timeline(ops: Sequence[Op], spans: Sequence[Sequence[Span]], offse
     clock = raw * 1e-9 + np.asarray(offsets, dtype=np.float64)[None, :, None]
     start, end = clock[..., 0], clock[..., 1]
     refs = tuple(op.ref for op in kept)
-    return Timeline(refs, tuple(op.lane for op in kept), start, _ready(refs, start), end, waits(kept))
+    return Timeline(refs, tuple(op.lane for op in kept), start, _ready(refs, start, groups), end, waits(kept))
 
 
-def observed_timelines(spans: Sequence[Sequence[Span]], offsets: Sequence[float]) -> list[Timeline]:
+def observed_timelines(spans: Sequence[Sequence[Span]], offsets: Sequence[float], groups: int = 1) -> list[Timeline]:
     """Timelines, one per rank, of a method whose order is observed only, such as TorchRec's.
 
     A span may be a piece of an operation. What it waited for is taken to be whatever ended last
-    before it began, on any lane: exact where one host thread issues everything.
+    before it began, on any lane: exact where one host thread issues everything. ``groups`` as for
+    ``scheduled_timeline``.
     """
-    entered: dict[Ref, float] = {}
-    for rank, offset in zip(spans, offsets, strict=True):
+    entered: dict[tuple[Ref, int], float] = {}
+    for r, (rank, offset) in enumerate(zip(spans, offsets, strict=True)):
         first: dict[Ref, float] = {}
         for s in rank:
             ref = Ref(s.stage, s.batch, s.micro)
             first[ref] = min(first.get(ref, np.inf), s.start * 1e-9 + offset)
         for ref, at in first.items():
-            entered[ref] = max(entered.get(ref, -np.inf), at)
+            place = ref, _circle(ref, r, groups)
+            entered[place] = max(entered.get(place, -np.inf), at)
     timelines = []
-    for rank, offset in zip(spans, offsets, strict=True):
+    for r, (rank, offset) in enumerate(zip(spans, offsets, strict=True)):
         ordered = sorted(rank, key=lambda s: (s.start, s.end))
         start = np.array([s.start for s in ordered]) * 1e-9 + offset
         end = np.array([s.end for s in ordered]) * 1e-9 + offset
         refs = tuple(Ref(s.stage, s.batch, s.micro) for s in ordered)
         collective = np.array([STAGES[ref.stage].group is not None for ref in refs], dtype=bool)
-        ready = np.where(collective, np.clip([entered[ref] for ref in refs], start, end), start)
+        ready = np.where(
+            collective, np.clip([entered[ref, _circle(ref, r, groups)] for ref in refs], start, end), start
+        )
         by_end = np.argsort(end, kind="stable")
         position = np.searchsorted(end[by_end], start, side="right") - 1
         # Of no length, an operation ends when it begins: nothing waits for itself or for what comes after it.
@@ -111,9 +118,20 @@ def waits(ops: Sequence[Op]) -> np.ndarray:
     return table
 
 
-def _ready(refs: Sequence[Ref], start: np.ndarray) -> np.ndarray:
-    collective = np.array([STAGES[ref.stage].group is not None for ref in refs], dtype=bool)
-    return np.where(collective[:, None], start.max(axis=1, keepdims=True, initial=-np.inf), start)
+def _circle(ref: Ref, rank: int, groups: int) -> int:
+    """Ranks of one number run this collective together: with ``groups``, All2Alls inside one, replicas across them."""
+    return {"all2all": rank % groups, "replicas": rank // groups}.get(str(STAGES[ref.stage].group), 0)
+
+
+def _ready(refs: Sequence[Ref], start: np.ndarray, groups: int) -> np.ndarray:
+    """When the last rank of each one's group entered; ``start`` where nobody is waited for."""
+    ready = start.copy()
+    for i, ref in enumerate(refs):
+        if STAGES[ref.stage].group is not None:
+            circle = np.array([_circle(ref, rank, groups) for rank in range(start.shape[1])])
+            for c in set(circle):
+                ready[i, circle == c] = start[i, circle == c].max()
+    return ready
 
 
 def perfetto(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:

@@ -84,3 +84,12 @@ def test_observed_operations_wait_for_what_ended_last_before_them():
     by_name = dict(zip(map(str, timeline.refs), timeline.before[:, 0], strict=True))
     assert timeline.refs[by_name["F0.1"]] == Ref("P", 0)
     assert by_name["P0"] == -1 and by_name["K0"] == -1
+
+
+def test_an_all2all_inside_a_replica_group_waits_for_nobody_outside_it():
+    spans = [[Span("E", 0, 1, "all2all", start, start + 10)] for start in (0, 100, 2, 103)]
+    ops = [op for op in nestpipe(1).unroll(1) if op.ref.stage == "E"]
+    timeline = scheduled_timeline(ops, spans, [0.0] * 4, groups=2)
+    assert (timeline.ready[0] * 1e9).round().tolist() == [2, 103, 2, 103]
+    observed = observed_timelines(spans, [0.0] * 4, groups=2)
+    assert [round(float(t.ready[0, 0]) * 1e9) for t in observed] == [2, 103, 2, 103]
