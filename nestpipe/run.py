@@ -206,15 +206,18 @@ def _data_notes(dataset: Dataset) -> list[str]:
     return [f"{dataset.bad_rows} malformed rows were skipped: " + "; ".join(dataset.bad_row_examples)]
 
 
-def account(method: Method, micro_batches: int, ranks: Sequence[RankResult]) -> tuple[StepTimes, list[Timeline]]:
-    """Timelines of all ranks and the account of their time."""
+def account(
+    method: Method, micro_batches: int, ranks: Sequence[RankResult], replica_groups: int = 1
+) -> tuple[StepTimes, list[Timeline]]:
+    """Timelines of all ranks and the account of their time; ``replica_groups`` where the schedule has a stage D."""
     spans, offsets = [rank.spans for rank in ranks], [rank.clock_offset for rank in ranks]
-    if method.observed:
-        timelines = observed_timelines(spans, offsets)
-        return joined([step_times(timeline) for timeline in timelines]), timelines
     template = method.schedule(micro_batches)
+    groups = replica_groups if any(op.ref.stage == "D" for op in template.ops) else 1
+    if method.observed:
+        timelines = observed_timelines(spans, offsets, groups)
+        return joined([step_times(timeline) for timeline in timelines]), timelines
     ops = template.unroll(_end(ranks) + template.depth)
-    timeline = scheduled_timeline(ops, spans, offsets)
+    timeline = scheduled_timeline(ops, spans, offsets, groups)
     return step_times(timeline), [timeline]
 
 
@@ -252,7 +255,7 @@ def _method_run(
     notes: Sequence[str],
 ) -> MethodRun:
     micro_batches = method.micro_batches or config.micro_batches
-    times, timelines = account(method, micro_batches, ranks)
+    times, timelines = account(method, micro_batches, ranks, config.replica_groups)
     keep = _reported(config, times, ranks)
     by_step = {step[0].step: step for step in zip(*(rank.results for rank in ranks), strict=True)}
     if min(by_step) > 0:
