@@ -121,7 +121,7 @@ def table1(sources: Sources) -> Artefact:
             Table("table1-evidence", "Table I: evidence", "What each derived cell rests on.", long, long),
         ),
         mismatches=tuple(mismatches),
-        missing=tuple(part for part in ("table1", "simulated") if not sources.parts.get(part)),
+        missing=tuple(part for part in ("two-hosts", "four-hosts", "simulated") if not sources.parts.get(part)),
     )
 
 
