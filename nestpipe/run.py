@@ -11,10 +11,11 @@ import numpy as np
 import torch.distributed as dist
 
 from nestpipe.accounting import StepTimes, joined, step_times
+from nestpipe.checkpoint import CheckpointError
 from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from nestpipe.data.dataset import Dataset
 from nestpipe.data.loader import load_dataset
-from nestpipe.launch import RankPool
+from nestpipe.launch import RankError, RankPool
 from nestpipe.methods import Method, MethodOptions, find_method
 from nestpipe.records import METRICS, Record, metrics_from_times, provenance
 from nestpipe.testbed import parse_testbed
@@ -159,7 +160,10 @@ def validate(config: RunConfig) -> list[Method]:
 
 
 def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
-    """Run on real rank processes. Raises ConfigError, UnknownMethod, DataError, TestbedUnavailable or RankError."""
+    """Run on real rank processes.
+
+    Raises ConfigError, UnknownMethod, DataError, TestbedUnavailable, CheckpointError or RankError.
+    """
     methods = validate(config)
     testbed = parse_testbed(config.testbed)
     # Here first: what is wrong with the data is then said once, before any rank has started.
@@ -171,8 +175,14 @@ def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
             progress(*message)
 
     check_resumable(config, dataset)
-    with RankPool(config.workers, testbed=testbed, timeout_s=config.timeout) as pool:
-        ranks = pool.run(train_on_rank, config, on_message=on_message)
+    try:
+        with RankPool(config.workers, testbed=testbed, timeout_s=config.timeout) as pool:
+            ranks = pool.run(train_on_rank, config, on_message=on_message)
+    except RankError as error:
+        kind, _, what = error.failures[0].what.partition(": ") if error.failures else ("", "", "")
+        if kind == CheckpointError.__name__:  # its one line says all
+            raise CheckpointError(what) from None
+        raise
     return _method_runs(config, methods, ranks, notes)
 
 

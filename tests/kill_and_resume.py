@@ -34,11 +34,15 @@ SIZE += "--sequence-length 10 --micro-batches 3 --pace-dense 3 --sync-interval 3
 
 @dataclass
 class Counts:
-    """Of one family: kills between steps or in one, kills inside a write, chains that ended, largest difference."""
+    """Of one family: kills at random, kills inside a write, chains run to their end, largest difference of a loss.
+
+    ``crashes``: runs that a library ended by itself; they are gone on from like killed ones.
+    """
 
     kills: int = 0
     writes: int = 0
     chains: int = 0
+    crashes: int = 0
     steps_killed_at: list[int] = field(default_factory=list)
     largest_difference: float = 0.0
 
@@ -109,6 +113,10 @@ def family(name: str, kills: int, writes: int, steps: int, seed: int, folder: Pa
                 process.wait()
             left = half_written(checkpoints)
             if enough or not killed(process, checkpoints, in_write, draw):
+                if process.returncode and "oneMKL FATAL ERROR" in log.read_text():
+                    counts.crashes += 1
+                    print(f"{name}: crash {counts.crashes}: {log.read_text().strip().splitlines()[0]}", flush=True)
+                    continue
                 break
             if half_written(checkpoints) - left:
                 counts.writes += 1
@@ -145,7 +153,8 @@ def main() -> None:
             found = family(name, options.kills, options.writes, options.steps, options.seed, Path(folder))
         counts[name] = vars(found)
         print(
-            f"{name}: {found.kills} kills at random, {found.writes} inside a write, {found.chains} chains to the end; "
+            f"{name}: {found.kills} kills at random, {found.writes} inside a write, {found.chains} chains to the end, "
+            f"{found.crashes} crashes; "
             f"largest difference of a loss from the run never killed: {found.largest_difference:.3g}",
             flush=True,
         )

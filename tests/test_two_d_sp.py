@@ -112,6 +112,31 @@ def test_momentum_scaled_adagrad_follows_the_formula_in_the_docstring(pool4):
         assert (two.tensors[name] - value).abs().max() <= 1e-4 * moved
 
 
+def test_the_number_of_groups_is_the_scale_that_comes_closest_to_plain_training(pool4):
+    """Why the accumulator is divided, not multiplied: see the docstring of ``baselines.two_d_sp``."""
+    (plain, _) = pool4.run(train_methods, [Run("serial")], 40)[0][0]
+    gaps = []
+    for scale in (0.5, 1.0, 2.0):
+        table = pool4.run(scaled, scale, 40)[0]
+        gaps.append(float((table - plain.tensors["table item"]).square().mean().sqrt()))
+    assert gaps[0] > gaps[1] > gaps[2]
+
+
+def scaled(scale: float, steps: int) -> torch.Tensor:
+    from method_runs import SEED, SPEC, sgd
+
+    from baselines.two_d_sp import two_d_sp_trainer
+
+    trainer = two_d_sp_trainer(SPEC, RULES["rowwise_adagrad"], sgd, SEED, 2, 1, scale)
+    try:
+        iterator = iter(make_batches(steps))
+        for _ in range(steps):
+            trainer.progress(iterator)
+        return trainer.table("item")
+    finally:
+        trainer.close()
+
+
 @pytest.mark.slow
 def test_eight_ranks_in_four_groups():
     from nestpipe.launch import RankPool
