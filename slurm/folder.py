@@ -26,6 +26,10 @@ from slurm.grid import Cluster, Grid
 from slurm.point import Point, point_from_json
 
 
+#: Note in progress.json of a job that was sent SIGTERM: by scancel, say.
+TOLD_TO_STOP = "told to stop"
+
+
 class SweepError(RuntimeError):
     """A sweep cannot go on. One line: what is wrong, what to do."""
 

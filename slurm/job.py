@@ -26,7 +26,7 @@ import submitit
 from submitit.core.utils import DelayedSubmission, UncompletedJobError
 
 from nestpipe.rank_process import CONSEQUENCE
-from slurm.folder import PointFolder, write_json
+from slurm.folder import TOLD_TO_STOP, PointFolder, write_json
 from slurm.point import Point
 from slurm.signals import NOTHING, SAVE_AND_STOP, Agreement, Flag
 
@@ -101,7 +101,7 @@ class PointJob:
             told = agreement.of_all(flag.take())
             if told == NOTHING or step == total:
                 return "go"
-            tell(step, total, loss, "saving, then requeued" if told == SAVE_AND_STOP else "told to stop", now=True)
+            tell(step, total, loss, "saved, to be requeued" if told == SAVE_AND_STOP else TOLD_TO_STOP)
             return "stop" if told == SAVE_AND_STOP else "save"
 
         stopped, path = False, None
@@ -183,18 +183,21 @@ def testbed_name(job: Any) -> str:
 
 
 def progress_writer(folder: PointFolder, job: Any) -> Callable[..., None]:
-    """``tell(step, total, loss, note)`` on every rank; rank 0 writes now and then. A full disk does not end a run."""
-    last = 0.0
+    """``tell(step, total, loss, note)`` on every rank; rank 0 writes now and then, and each note, which stays.
+
+    A full disk does not end a run.
+    """
+    last, said = 0.0, ""
     host, restarts = socket.gethostname(), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
-    def tell(step: int, total: int, loss: float, note: str = "", now: bool = False) -> None:
-        nonlocal last
-        if job.global_rank or (time.monotonic() - last < PROGRESS_EVERY_S and not now):
+    def tell(step: int, total: int, loss: float, note: str = "") -> None:
+        nonlocal last, said
+        if job.global_rank or (time.monotonic() - last < PROGRESS_EVERY_S and not note):
             return
-        last = time.monotonic()
+        last, said = time.monotonic(), note or said
         state = {"job": job.job_id, "step": step, "of": total, "loss": loss, "host": host, "restarts": restarts}
         try:
-            write_json(folder.path / "progress.json", {**state, "note": note, "time": time.time()})
+            write_json(folder.path / "progress.json", {**state, "note": said, "time": time.time()})
         except OSError as error:
             print(f"cannot write progress: {error}", flush=True)
 

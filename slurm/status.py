@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm.executors import QueueState, alive_in_slurm, alive_on_machine
-from slurm.folder import PointFolder, SweepFolder
+from slurm.folder import TOLD_TO_STOP, PointFolder, SweepFolder
 from slurm.point import Point
 
 #: From the best to the worst; ``resume`` submits the points of RESUMABLE states anew.
@@ -67,13 +67,16 @@ def _state(
         notes = [how_far or "starting", progress.get("note", "")]
         notes += [f"restarted {n}x" for n in [progress.get("restarts", 0)] if n]
         return as_state("running", ", ".join(filter(None, notes)))
-    if failures := folder.failures(job):
+    failures = folder.failures(job)
+    stopped = (folder.path / "cancelled").exists() or progress.get("note") == TOLD_TO_STOP
+    # Ranks that are killed one after the other complain of each other: no failure where somebody stopped the job.
+    if failures and not (stopped and all(f.get("consequence") for f in failures)):
         first = failures[0]
         state = "gave up" if first["what"].startswith("gave up") else "failed"
         return as_state(state, f"rank {first['rank']}: {first['what']}", stderr_tail(sweep.logs, job, first["rank"]))
     if on_slurm and queue is None:
         return as_state("unknown", f"{how_far} squeue does not answer".strip())
-    if (folder.path / "cancelled").exists() or progress.get("note") == "told to stop":
+    if stopped:
         return as_state("cancelled", how_far)
     why = "its job ended without a word: killed, or its node failed"
     return as_state("lost", f"{how_far + '; ' if how_far else ''}{why}", stderr_tail(sweep.logs, job, 0))
