@@ -25,7 +25,6 @@ from nestpipe.records import Record, Store, write_atomically
 from slurm.grid import Cluster, Grid
 from slurm.point import Point, point_from_json
 
-
 #: Note in progress.json of a job that was sent SIGTERM: by scancel, say.
 TOLD_TO_STOP = "told to stop"
 
