@@ -72,6 +72,9 @@ static int number_keys(Problem *p, const int64_t *keys, const int64_t *offsets, 
 }
 
 static void grow(Problem *p, const int32_t *sizes, const int64_t *weight_of_degree, int64_t *common) {
+    memset(p->count, 0, (int64_t)p->keys * p->parts * sizeof *p->count);
+    memset(p->near, 0, (int64_t)p->samples * p->parts * sizeof *p->near);
+    memset(p->part, 255, p->samples * sizeof *p->part);
     for (int m = 0; m < p->parts; m++) {
         memset(common, 0, p->samples * sizeof *common);
         for (int t = 0; t < sizes[m]; t++) {
@@ -156,16 +159,25 @@ static int exchange(Problem *p, int32_t *mark, int tries) {
     return swaps;
 }
 
-// ``offsets``: [features, samples + 1] into ``keys``; fills ``part`` [samples]. Returns 1 where memory is lacking.
+static int64_t keys_in_parts(const Problem *p) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < (int64_t)p->keys * p->parts; i++) sum += p->count[i] > 0;
+    return sum;
+}
+
+// ``offsets``: [features, samples + 1] into ``keys``; ``weights``: [starts, samples + 1], by degree; the starts after
+// the first are made where shared keys have ``dense`` samples or more on average. Fills ``part`` [samples].
+// Returns 1 where memory is lacking.
 int cluster(const int64_t *keys, const int64_t *offsets, int features, int samples, int parts, const int32_t *sizes,
-            const int64_t *weight_of_degree, int passes, int tries, int32_t *part) {
+            const int64_t *weights, int starts, int dense, int passes, int tries, int32_t *part) {
     int64_t total = offsets[(int64_t)features * (samples + 1) - 1];
-    Problem p = {.samples = samples, .parts = parts, .part = part};
+    Problem p = {.samples = samples, .parts = parts};
+    p.part = malloc((samples + 1) * 4);
     p.first = malloc((samples + 1) * 4), p.of_sample = malloc((total + 1) * 4);
     p.key_first = malloc((total + 1) * 4), p.of_key = malloc((total + 1) * 4);
     int64_t *common = malloc((samples + 1) * sizeof *common);
     int32_t *mark = NULL;
-    int failed = !p.first || !p.of_sample || !p.key_first || !p.of_key || !common ||
+    int failed = !p.part || !p.first || !p.of_sample || !p.key_first || !p.of_key || !common ||
                  number_keys(&p, keys, offsets, features);
     if (!failed) {
         p.count = calloc((int64_t)p.keys * parts + 1, 2), p.near = calloc((int64_t)samples * parts + 1, 4);
@@ -173,11 +185,17 @@ int cluster(const int64_t *keys, const int64_t *offsets, int features, int sampl
         failed = !p.count || !p.near || !mark;
     }
     if (!failed) {
-        memset(mark, 255, (p.keys + 1) * 4), memset(part, 255, samples * 4);
-        grow(&p, sizes, weight_of_degree, common);
-        for (int pass = 0; pass < passes && exchange(&p, mark, tries); pass++) {}
+        int64_t least = INT64_MAX;
+        if (p.first[samples] < (int64_t)dense * p.keys) starts = 1;
+        for (int start = 0; start < starts; start++) {
+            memset(mark, 255, (p.keys + 1) * 4);
+            grow(&p, sizes, weights + (int64_t)start * (samples + 1), common);
+            for (int pass = 0; pass < passes && exchange(&p, mark, tries); pass++) {}
+            int64_t found = keys_in_parts(&p);
+            if (found < least) least = found, memcpy(part, p.part, samples * sizeof *part);
+        }
     }
     free(p.first), free(p.of_sample), free(p.key_first), free(p.of_key), free(p.count), free(p.near);
-    free(common), free(mark);
+    free(common), free(mark), free(p.part);
     return failed;
 }

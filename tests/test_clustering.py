@@ -36,7 +36,7 @@ def of_interests(samples: int, groups: int, seed: int) -> tuple[np.ndarray, np.n
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 30).flatmap(
+    st.integers(1, 40).flatmap(
         lambda n: st.lists(
             st.lists(st.lists(st.integers(0, 12), max_size=6), min_size=n, max_size=n), min_size=1, max_size=3
         )
@@ -50,6 +50,19 @@ def test_c_and_numpy_give_the_same_parts_of_the_right_sizes(lists, parts):
     assert sizes.sum() == len(lists[0]) and sizes.max() - sizes.min() <= 1 and (np.diff(sizes) <= 0).all()
     if library("clustering.c") is not None:
         assert np.array_equal(part, cluster(keys, offsets, parts))
+
+
+def test_dense_batches_get_a_second_start(monkeypatch):
+    """Every sample holds 25 of 60 keys: more than 12 samples per key."""
+    rng = np.random.default_rng(3)
+    keys, offsets = pins([[list(rng.permutation(60)[:25]) for _ in range(64)]])
+    both = cluster(keys, offsets, 16)
+    assert np.array_equal(both, cluster(keys, offsets, 16, native=False))
+    alone = []
+    for start in (0.5, 1.0):
+        monkeypatch.setattr("nestpipe.clustering._STARTS", (start,))
+        alone.append(distinct_keys(keys, offsets, cluster(keys, offsets, 16)))
+    assert distinct_keys(keys, offsets, both) == min(alone) and alone[0] != alone[1]
 
 
 @pytest.mark.parametrize("parts", [2, 8, 16])
