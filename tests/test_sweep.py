@@ -22,7 +22,7 @@ from nestpipe.commands.sweep import Command
 from nestpipe.records import METRICS, Record, Store
 from slurm.collect import collect
 from slurm.executors import sbatch_text
-from slurm.folder import SweepFolder, write_json
+from slurm.folder import TOLD_TO_STOP, SweepFolder, write_json
 from slurm.grid import Cluster, load_grid
 from slurm.job import write_failure
 from slurm.signals import NOTHING, SAVE_AND_STOP, Agreement, Flag
@@ -201,7 +201,7 @@ def test_states_and_what_resume_submits(slurm, sweep, capsys):
     jobs = {name: folder.submission["job"] for name, folder in by_name.items()}
     finish(slurm, by_name["done"], 1)
     for name in ("running", "requeued", "cancelled"):
-        note = "told to stop" if name == "cancelled" else ""
+        note = TOLD_TO_STOP if name == "cancelled" else ""
         write_json(
             by_name[name].path / "progress.json", {"job": jobs[name], "step": 3, "of": 6, "note": note, "restarts": 1}
         )
@@ -229,6 +229,17 @@ def test_states_and_what_resume_submits(slurm, sweep, capsys):
     }
     assert "#SBATCH --time=90\n" in slurm.scripts()[-1]
     assert nestpipe(capsys, "resume", "grid")[1].startswith("0 points submitted")
+
+
+def test_ranks_of_a_stopped_job_that_complain_of_each_other_have_not_failed(slurm, sweep, capsys):
+    submit(capsys)
+    one, two = sweep.points()[:2]
+    for folder, error in ((one, RuntimeError("Connection reset by peer")), (two, ValueError("a bug"))):
+        job = folder.submission["job"]
+        slurm.set(job, "")
+        write_json(folder.path / "progress.json", {"job": job, "step": 3, "of": 6, "note": TOLD_TO_STOP})
+        write_failure(folder, job, 1, error)
+    assert [s.state for s in point_states(sweep, [one.path.name, two.path.name])] == ["cancelled", "failed"]
 
 
 def test_a_slurm_that_does_not_answer_is_not_taken_for_lost_jobs(slurm, sweep, capsys):
