@@ -143,7 +143,7 @@ def _quality_panel(panel: Axes, by: Mapping[str, Mapping[int, Curve]], shown: Se
         style = ("-", "--", ":", "-.")[i % 4]
         panel.plot(steps, values.mean(0), style, color=COLOURS[i], marker=marker(i), ms=3, lw=1, label=label(name))
         panel.fill_between(steps, values.min(0), values.max(0), color=COLOURS[i], alpha=0.15, lw=0)
-    panel.set(title=metric, xlabel="step", ylim=(0, None))
+    panel.set(title=metric, xlabel="step")
 
 
 def _gap_table(by: Mapping[str, Mapping[int, Curve]], what: str) -> Table:
