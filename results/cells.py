@@ -180,7 +180,9 @@ def side_by_side(
             row["rounding ± %"] = f"{pair['floor_pct'].iloc[0]:.2f}" if len(pair) else NOTHING
         for condition in columns:
             here = group[(group["kind"] == "measured") & (group["conditions"] == condition)]
-            row[f"measured: {condition}"] = _one(here, digits[values["metric"]])
+            text = _one(here, digits[values["metric"]])
+            other = len(here) and here["unit"].iloc[0] != unit
+            row[f"measured: {condition}"] = f"{text} {here['unit'].iloc[0]}" if other else text
         rows.append(row)
     return Table(name, title, caption, pd.DataFrame(rows).fillna(NOTHING).astype(str), cells[CELLS])
 
