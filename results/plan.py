@@ -175,7 +175,8 @@ def _models(options: Options) -> Iterator[RunConfig]:
     tiny = options.size == "tiny"
     base = _base(options, paced=False)
     if not tiny:
-        base = replace(base, data=SIZES.data, model=SIZES.model, steps=4 * options.rounds)
+        rounds = min(2, options.rounds)  # many configurations, so few rounds of each
+        base = replace(base, data=SIZES.data, model=SIZES.model, steps=4 * rounds, rounds=rounds)
     base = replace(base, methods="serial,nestpipe", micro_batches=4)
     sweeps: dict[str, tuple[int, ...]] = {
         "embedding_dim": (8, 16) if tiny else (32, 64, 128),
