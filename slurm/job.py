@@ -33,6 +33,7 @@ from slurm.signals import NOTHING, SAVE_AND_STOP, Agreement, Flag
 #: Slurm sends the signal before a time limit up to this much too early (`sbatch --signal`).
 EARLY_S = 60.0
 PROGRESS_EVERY_S = 1.0
+BALLAST_BYTES = 65536
 
 
 class GaveUp(RuntimeError):
@@ -94,6 +95,9 @@ class PointJob:
         if done:
             leave_process_group()
             return False, done
+        if job.global_rank == 0:
+            # Room to say so, should the disk be full in the end; urandom, since some file systems store no zeros.
+            ballast(folder, job.job_id).write_bytes(os.urandom(BALLAST_BYTES))
         agreement, tell = Agreement(), progress_writer(folder, job)
 
         def after_step(name: str, step: int, total: int, loss: float) -> Any:
@@ -113,6 +117,8 @@ class PointJob:
             stopped = True
         agreement.close()
         leave_process_group()
+        if job.global_rank == 0:
+            ballast(folder, job.job_id).unlink(missing_ok=True)
         return stopped, path
 
     def _run_alone(self, folder: PointFolder, point: Point) -> str:
@@ -204,6 +210,10 @@ def progress_writer(folder: PointFolder, job: Any) -> Callable[..., None]:
     return tell
 
 
+def ballast(folder: PointFolder, job: str) -> Path:
+    return folder.path / f"ballast-{job}"
+
+
 def write_failure(folder: PointFolder, job: str, rank: int, error: Exception) -> None:
     """Leave word of ``error``; where even that cannot be written the task's stderr has it."""
     lines = str(error).strip().splitlines() or [""]
@@ -218,6 +228,7 @@ def write_failure(folder: PointFolder, job: str, rank: int, error: Exception) ->
         "traceback": traceback.format_exc().splitlines()[-12:],
     }
     try:
+        ballast(folder, job).unlink(missing_ok=True)
         write_json(folder.path / "failures" / f"{job}-{rank}.json", data)
     except OSError as full:
         print(f"cannot write the failure down: {full}", flush=True)

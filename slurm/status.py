@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from slurm.point import Point
 STATES = ("done", "running", "pending", "requeued", "unknown", "missing", "cancelled", "gave up", "failed", "lost")
 RESUMABLE = ("missing", "cancelled", "gave up", "failed", "lost")
 STDERR_LINES = 6
+#: With less room than this a job can say nothing.
+FULL_BYTES = 65536
 #: Lines of stderr that say nothing about a failure: submitit's own, and torch's parting words.
 NOISE = re.compile(r"^submitit (WARNING|INFO|ERROR)|^\[W\d|^terminate called without|^srun: (Job step|error: n)|^\s*$")
 
@@ -79,6 +82,8 @@ def _state(
     if stopped:
         return as_state("cancelled", how_far)
     why = "its job ended without a word: killed, or its node failed"
+    if shutil.disk_usage(sweep.path).free < FULL_BYTES:
+        why = "its job ended, and the disk under the sweep's folder is full: make room, then resume"
     return as_state("lost", f"{how_far + '; ' if how_far else ''}{why}", stderr_tail(sweep.logs, job, 0))
 
 
