@@ -68,9 +68,7 @@ class PlainEmbeddings(nn.Module):
 
     def forward(self, sparse):
         return {
-            f: Jagged(self.tables[t.name][sparse[f].values()], sparse[f].lengths())
-            for t in TABLES
-            for f in t.features
+            f: Jagged(self.tables[t.name][sparse[f].values()], sparse[f].lengths()) for t in TABLES for f in t.features
         }
 
 
@@ -101,9 +99,7 @@ def make_batch(step: int, rank: int, samples: int, known: int | None) -> Batch:
 def stream(rank: int, sizes: list[list[int]], know_total: bool) -> list[Batch]:
     """``sizes[step][rank]`` samples; a negative size: this rank's data has ended."""
     return [
-        make_batch(step, rank, n[rank], sum(n) if know_total else None)
-        for step, n in enumerate(sizes)
-        if n[rank] >= 0
+        make_batch(step, rank, n[rank], sum(n) if know_total else None) for step, n in enumerate(sizes) if n[rank] >= 0
     ]
 
 
@@ -209,9 +205,7 @@ def test_observation_changes_no_bit(pool2):
     sizes = [[6, 4]] * 6
     seen = pool2.run(train, RULES[1], adam, sizes, True, True)
     unseen = pool2.run(train, RULES[1], adam, sizes, True, False)
-    for (results, spans, tables, dense), (results_off, none, tables_off, dense_off) in zip(
-        seen, unseen, strict=True
-    ):
+    for (results, spans, tables, dense), (results_off, none, tables_off, dense_off) in zip(seen, unseen, strict=True):
         assert spans and not none
         assert [r.loss for r in results] == [r.loss for r in results_off]
         for with_hooks, without in ((tables, tables_off), (dense, dense_off)):
@@ -336,7 +330,5 @@ def test_what_torchrec_cannot_is_refused(pool2):
 def test_version_mismatch_names_three_versions_and_a_fix():
     found = {"torch": "2.11.0", "torchrec": "1.8.0", "fbgemm": "not installed"}
     message = mismatch(found)
-    assert all(
-        part in message for part in ("torch 2.11.0", "torchrec 1.8.0", "fbgemm not installed", "pip install")
-    )
+    assert all(part in message for part in ("torch 2.11.0", "torchrec 1.8.0", "fbgemm not installed", "pip install"))
     assert mismatch(installed_versions()) is None
