@@ -119,11 +119,11 @@ def _measured(
 
 
 def write_timeline(run: MethodRun, folder: Path) -> None:
-    """Two steady steps of rank 0 as JSON: lists of stage, batch, micro-batch, lane, start and end in ms."""
+    """Two usual steps of rank 0 as JSON: lists of stage, batch, micro-batch, lane, start and end in ms."""
     record = run.record
     if len(record.steps) < _STEPS_KEPT:
         return
-    last = record.steps[-1]
+    last = _usual_step(record)
     spans = list(_spans(run.timelines[0]))
     compute = [(batch, end) for _, batch, _, lane, _, end in spans if lane == "compute"]
     ends = {batch: max(e for b, e in compute if b == batch) for batch in {b for b, _ in compute}}
@@ -137,6 +137,14 @@ def write_timeline(run: MethodRun, folder: Path) -> None:
     ]
     data = {"record": record.key, "method": record.method, "length_ms": (high - low) * 1e3, "spans": kept}
     write_atomically(folder / f"{record.key}.json", json.dumps(data) + "\n")
+
+
+def _usual_step(record: Record) -> int:
+    """The reported step that, with the one before it, is nearest to the median: one step alone may be an outlier."""
+    took = dict(zip(record.steps, record.metrics["step_ms"], strict=True))
+    typical = 2 * record.median["step_ms"]
+    pairs = {step: ms + took[step - 1] for step, ms in took.items() if step - 1 in took}
+    return min(pairs, key=lambda step: (abs(pairs[step] - typical), step)) if pairs else record.steps[-1]
 
 
 def _spans(timeline: Timeline) -> Any:

@@ -139,3 +139,8 @@ def test_store_writes_what_the_plan_finds(tmp_path, ran):
     part = find_part("sizes", Options())
     measure.run_part(part, tmp_path)
     assert len(Store(tmp_path / "records" / "sizes").read()[0]) == sum(len(c.method_names) for c in part.runs)
+
+
+def test_a_timeline_shows_two_usual_steps(tmp_path):
+    record = measured("nestpipe", [20.0, 10.0, 10.0, 10.0, 90.0, 10.0])  # two rounds of three steps
+    assert measure._usual_step(record) == record.steps[2]
