@@ -173,7 +173,7 @@ def test_preempted_by_a_higher_partition(slurm, folder, tmp_path):
     for job, step in stopped.items():
         assert step >= 10
         assert f"going on after step {step}" in (folder / "logs" / f"{job}_0_log.out").read_text()
-    assert not any(p.checkpoints.exists() for p in points)
+    wait_for(lambda: not any(p.checkpoints.exists() for p in points), 30, "the checkpoints to go")
     assert same_losses(records(folder), undisturbed(grid, folder))
 
 
