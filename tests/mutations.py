@@ -192,10 +192,10 @@ def run_in_order(schedule: Schedule, setting: Setting, order: Sequence[Op]) -> O
     engine = Engine(schedule, SPEC, setting.sparse_optimizer, setting.dense_optimizer, 3, overlap=False)
     batches = setting.batches(0)
     engine.begin()
-    engine._source = iter(batches)
+    engine.source = iter(batches)
     for o in order:
         engine.execute(o.ref)
-    results = [engine._results[step] for step in sorted(engine._results)]
+    results = [engine.results[step] for step in sorted(engine.results)]
     outcome = Outcome([r.loss for r in results], [r.samples for r in results])
     outcome.tensors = {"weight": engine.shard.weight, "row state": engine.shard.state, **engine.dense_state()}
     for index, values in engine.dense_optimizer.state_dict()["state"].items():

@@ -53,7 +53,7 @@ COMMANDS = {
     "run --dataset netflix": r"netflix.*synthetic.*movielens",
     "run --dataset movielens": r"no file named; pass --data-path",
     "run --dataset movielens --data-path {there}/none": r"/none: no such file; pass --data-path",
-    "run --dataset movielens --data-path {there}/empty": r"empty: the file is empty; expected tab-separated user, item",
+    "run --dataset movielens --data-path {there}/empty": r"empty: the file is empty; expected user, item",
     "run --dataset movielens --data-path {there}/short": r"short:2: 3 tab-separated fields.*--on-bad-row skip",
     "run --dataset movielens --data-path {there}/word": r"word:3: item id 'ten' is not a number.*correct the line",
     "run --dataset movielens --data-path {there}/minus": r"minus:1: user id -1 is negative",

@@ -103,7 +103,7 @@ def test_points_larger_than_the_cluster_are_simulated(tmp_path):
         ('"serial"', '"serail"', 7, "unknown method 'serail'"),
         ('"serial"', '"2d-sp"', 8, "3 workers do not split into 2 replica groups"),
         ("steps = 2", "steps = 2\nwidth = 5", 5, "width 5 is not divisible by heads 2"),
-        ("steps = 2", 'dataset = "kuairand"', 4, "must be one of 'synthetic', 'movielens'"),
+        ("steps = 2", 'dataset = "kuairan"', 4, "must be one of 'synthetic', 'movielens'"),
         ("tasks_per_node = 2", "tasks_per_node = 0", 12, "tasks_per_node is 0"),
         ("tasks_per_node = 2", 'time = "1 h"', 12, "must be a number of at least 0"),
         ("tasks_per_node = 2", "time = 1", 11, "signal_delay_s of 90 leaves no time in 1 min"),
