@@ -84,6 +84,7 @@ def engine_step(
         SparseOptimizer(options.sparse_optimizer, options.sparse_lr, options.sparse_eps),
         lambda parameters: torch.optim.Adam(parameters, lr=options.dense_lr),
         training.seed,
+        overlap=pipelined,
     )
     return lambda: engine.progress(batches).loss, engine
 
