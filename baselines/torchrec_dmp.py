@@ -16,6 +16,8 @@ declares this as a schedule.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
@@ -51,6 +53,11 @@ from nestpipe.collectives import error_on_its_way  # noqa: E402
 from nestpipe.data.batch import Batch  # noqa: E402
 from nestpipe.trace import Span  # noqa: E402
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult  # noqa: E402
+
+# What torchrec itself calls and torch has deprecated: nothing that a user of either could mend, once a rank.
+warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+for name in ("torch.fx._symbolic_trace", "torchrec.distributed.planner"):
+    logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class WeightedLoss(nn.Module):
