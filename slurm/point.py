@@ -20,6 +20,7 @@ _GROUPS = {"data": DataConfig, "model": ModelConfig, "optimizer": OptimizerConfi
 RUN_SETTINGS: Mapping[str, Any] = {
     "steps": 20,
     "rounds": 1,
+    "clustering": False,
     "pace_dense": 0.0,
     "evaluate": False,
     "replica_groups": 2,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from nestpipe.run import RunConfig
 from slurm.grid import GridError, by_shape, find_grid, load_grid
+from slurm.point import RUN_SETTINGS
 from slurm.predict import predict
 from slurm.source import holds
 
@@ -163,3 +166,11 @@ def test_node_hours_count_nodes_start_and_all_steps(tmp_path):
         seen = by_workers[workers]
         # 2 steps reported and 4 to warm up.
         assert seen.node_hours == pytest.approx(nodes * (36 + 6 * seen.step_ms / 1e3) / 3600)
+
+
+def test_a_grid_can_set_what_a_run_can():
+    """Without torch a grid knows a run's settings by a list of its own."""
+    elsewhere = {"methods", "workers", "micro_batches", "seed", "timeout", "checkpoint", "checkpoint_every", "resume"}
+    not_on_a_cluster = {"testbed", "epochs", "data", "model", "optimizer"}
+    settings = {f.name: f.default for f in fields(RunConfig) if f.name not in elsewhere | not_on_a_cluster}
+    assert {**settings, "rounds": 1} == RUN_SETTINGS  # one method a job: nothing to interleave
