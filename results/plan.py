@@ -159,7 +159,7 @@ def _convergence(options: Options) -> ConvergenceConfig:
     if options.size == "tiny":
         few = replace(TINY.data, users=200)
         return replace(usual, methods=methods, seeds=1, steps=4, evaluations=1, data=few, model=TINY.model)
-    return replace(usual, methods=twin + methods, steps=200, evaluations=2, data=replace(usual.data, users=6000))
+    return replace(usual, methods=twin + methods, steps=150, evaluations=2, data=replace(usual.data, users=6000))
 
 
 def _base(options: Options, paced: bool) -> RunConfig:
