@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -59,6 +60,11 @@ def pool2() -> Iterator[LazyPool]:
 def pool4() -> Iterator[LazyPool]:
     """Four ranks."""
     yield from _pool(4)
+
+
+def pytest_configure() -> None:
+    """Take Ctrl-C even where a shell started us in the background, which ignores it, and so would all we start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
