@@ -135,7 +135,7 @@ def test_links_have_the_rate_and_delay_asked_for():
         seconds = sorted(max(pair) for pair in zip(*pool.run(all_to_all_seconds, 5), strict=True))
     assert until(lambda: not owned_by(os.getpid()))
     assert not os.path.exists(f"/proc/{switch}")
-    assert 2 * DELAY_S <= measured_s
+    assert measured_s >= 2 * DELAY_S
     print(f"round trip {measured_s * 1e3:.2f} ms, all-to-all {[round(s * 1e3) for s in seconds]} ms")
     # half of the bytes cross the link in each direction; headers and latency come on top
     ideal_s = BYTES / 2 * 8 / RATE_BIT_S + DELAY_S
