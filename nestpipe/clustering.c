@@ -5,119 +5,199 @@
 #include <string.h>
 
 typedef struct {
+    uint16_t count; // samples of a part that hold a key
+    uint16_t which; // the exclusive or of their numbers: of one alone, its number
+} Held;
+
+typedef struct {
     int samples, parts, keys;
     int32_t *first, *of_sample;  // [samples + 1], [pins]: the shared keys of each sample
     int32_t *key_first, *of_key; // [keys + 1], [pins]: the samples of each key
-    uint16_t *count;             // [keys, parts]: samples of a part that hold a key
-    int32_t *near;               // [samples, parts]: keys of a sample that *other* samples of a part hold
+    Held *held;                  // [keys, parts]
+    int32_t *near;               // [parts, samples]: keys of a sample that *other* samples of a part hold
+    int32_t *own;                // [samples]: near of the sample's own part
     int32_t *part;               // [samples]: -1 while it has none
 } Problem;
+
+// The scans over all samples, for the widest vectors that the machine has.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define VECTORISED __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define VECTORISED
+#endif
+
+typedef struct {
+    int64_t key;
+    int32_t id; // -1: free
+} Slot;
+
+typedef struct {
+    int32_t last, degree; // the latest sample that holds the key; how many do
+} Seen;
 
 static uint64_t mix(uint64_t x) {
     x = (x ^ (x >> 32)) * 0xd6e8feb86659fd93ull;
     return x ^ (x >> 32);
 }
 
-// Numbers the keys that several samples hold. The others cost the same wherever their sample goes.
-static int number_keys(Problem *p, const int64_t *keys, const int64_t *offsets, int features) {
-    int n = p->samples;
-    int64_t total = offsets[(int64_t)features * (n + 1) - 1], slots = 16;
-    while (slots < 2 * total) slots *= 2;
-    int64_t *slot_key = malloc(slots * sizeof *slot_key);
-    int32_t *slot_id = malloc(slots * sizeof *slot_id), *id = malloc((total + 1) * sizeof *id);
-    int32_t *last = malloc((total + 1) * sizeof *last), *degree = malloc((total + 1) * sizeof *degree);
-    int failed = !slot_key || !slot_id || !id || !last || !degree;
-    if (!failed) {
-        memset(slot_id, 255, slots * sizeof *slot_id);
-        int distinct = 0, shared = 0, pins = 0;
-        for (int s = 0; s < n; s++)
-            for (int f = 0; f < features; f++) {
-                const int64_t *from = offsets + (int64_t)f * (n + 1) + s;
-                for (int64_t i = from[0]; i < from[1]; i++) {
-                    int64_t at = mix(keys[i]) & (slots - 1);
-                    while (slot_id[at] >= 0 && slot_key[at] != keys[i]) at = (at + 1) & (slots - 1);
-                    if (slot_id[at] < 0) {
-                        slot_id[at] = distinct, slot_key[at] = keys[i];
-                        last[distinct] = -1, degree[distinct++] = 0;
-                    }
-                    int k = slot_id[at];
-                    id[i] = last[k] == s ? -1 : k; // once per sample
-                    if (last[k] != s) last[k] = s, degree[k]++;
-                }
-            }
-        p->key_first[0] = 0;
-        for (int k = 0; k < distinct; k++) {
-            int renamed = degree[k] > 1 ? shared++ : -1;
-            if (renamed >= 0) {
-                p->key_first[shared] = p->key_first[renamed] + degree[k];
-                degree[renamed] = p->key_first[renamed]; // from here on: where the key's next sample goes
-            }
-            last[k] = renamed;
-        }
-        for (int s = 0; s < n; s++) {
-            p->first[s] = pins;
-            for (int f = 0; f < features; f++) {
-                const int64_t *from = offsets + (int64_t)f * (n + 1) + s;
-                for (int64_t i = from[0]; i < from[1]; i++)
-                    if (id[i] >= 0 && last[id[i]] >= 0) {
-                        p->of_sample[pins++] = last[id[i]];
-                        p->of_key[degree[last[id[i]]]++] = s;
-                    }
-            }
-        }
-        p->first[n] = pins, p->keys = shared;
-    }
-    free(slot_key), free(slot_id), free(id), free(last), free(degree);
-    return failed;
+// The next ``bytes`` of one piece of memory; while ``begin`` is NULL they are counted only.
+static void *take(char *begin, int64_t *used, int64_t bytes) {
+    void *at = begin ? begin + *used : NULL;
+    *used += (bytes + 63) / 64 * 64;
+    return at;
 }
 
-static void grow(Problem *p, const int32_t *sizes, const int64_t *weight_of_degree, int64_t *common) {
-    memset(p->count, 0, (int64_t)p->keys * p->parts * sizeof *p->count);
-    memset(p->near, 0, (int64_t)p->samples * p->parts * sizeof *p->near);
-    memset(p->part, 255, p->samples * sizeof *p->part);
-    for (int m = 0; m < p->parts; m++) {
-        memset(common, 0, p->samples * sizeof *common);
-        for (int t = 0; t < sizes[m]; t++) {
-            int best = -1;
-            int64_t most = -1;
-            for (int s = 0; s < p->samples; s++) {
-                if (p->part[s] >= 0) continue;
-                int64_t score = t ? common[s] : p->first[s + 1] - p->first[s];
-                if (score > most) most = score, best = s;
+typedef struct {
+    Problem p;
+    int64_t slots;
+    Slot *slot; // [slots]
+    Seen *seen; // [pins]
+    int32_t *id; // [pins]
+    int64_t *common; // [samples]
+    int32_t *mark, *near_x, *gain; // [keys], [parts], [samples]
+} Work;
+
+static Work lay_out(char *begin, int64_t *used, int64_t pins, int64_t samples, int64_t parts) {
+    Work w = {.p = {.samples = samples, .parts = parts}, .slots = 16};
+    int64_t keys = pins / 2; // each has two samples or more
+    while (w.slots < 2 * pins) w.slots *= 2;
+    w.slot = take(begin, used, w.slots * sizeof *w.slot), w.seen = take(begin, used, pins * sizeof *w.seen);
+    w.id = take(begin, used, pins * 4), w.common = take(begin, used, samples * sizeof *w.common);
+    w.mark = take(begin, used, keys * 4), w.near_x = take(begin, used, parts * 4), w.gain = take(begin, used, samples * 4);
+    w.p.first = take(begin, used, (samples + 1) * 4), w.p.of_sample = take(begin, used, pins * 4);
+    w.p.key_first = take(begin, used, (keys + 1) * 4), w.p.of_key = take(begin, used, pins * 4);
+    w.p.held = take(begin, used, keys * parts * sizeof *w.p.held), w.p.near = take(begin, used, parts * samples * 4);
+    w.p.own = take(begin, used, samples * 4), w.p.part = take(begin, used, samples * 4);
+    return w;
+}
+
+// Numbers the keys that several samples hold. The others cost the same wherever their sample goes.
+static void number_keys(Work *w, const int64_t *keys, const int64_t *offsets, int features) {
+    Problem *p = &w->p;
+    Slot *slot = w->slot;
+    Seen *seen = w->seen;
+    int32_t *id = w->id;
+    int64_t mask = w->slots - 1;
+    int n = p->samples, distinct = 0, shared = 0, pins = 0;
+    memset(slot, 255, w->slots * sizeof *slot);
+    for (int s = 0; s < n; s++)
+        for (int f = 0; f < features; f++) {
+            const int64_t *from = offsets + (int64_t)f * (n + 1) + s;
+            for (int64_t i = from[0]; i < from[1]; i++) {
+                int64_t at = mix(keys[i]) & mask;
+                while (slot[at].id >= 0 && slot[at].key != keys[i]) at = (at + 1) & mask;
+                if (slot[at].id < 0) {
+                    seen[distinct] = (Seen){-1, 0};
+                    slot[at] = (Slot){keys[i], distinct++};
+                }
+                int k = slot[at].id;
+                id[i] = seen[k].last == s ? -1 : k; // once per sample
+                if (seen[k].last != s) seen[k].last = s, seen[k].degree++;
             }
-            p->part[best] = m;
-            for (int i = p->first[best]; i < p->first[best + 1]; i++) {
-                int k = p->of_sample[i], begin = p->key_first[k], end = p->key_first[k + 1];
-                if (p->count[(int64_t)k * p->parts + m]++) continue;
-                for (int j = begin; j < end; j++) common[p->of_key[j]] += weight_of_degree[end - begin];
+        }
+    p->key_first[0] = 0;
+    for (int k = 0; k < distinct; k++) {
+        int renamed = seen[k].degree > 1 ? shared++ : -1;
+        if (renamed >= 0) p->key_first[shared] = p->key_first[renamed] + seen[k].degree;
+        // From here on ``last`` is the key's number and ``degree`` where its next sample goes.
+        seen[k] = (Seen){renamed, renamed < 0 ? 0 : p->key_first[renamed]};
+    }
+    for (int s = 0; s < n; s++) {
+        p->first[s] = pins;
+        for (int f = 0; f < features; f++) {
+            const int64_t *from = offsets + (int64_t)f * (n + 1) + s;
+            for (int64_t i = from[0]; i < from[1]; i++) {
+                if (id[i] < 0) continue;
+                Seen *k = seen + id[i];
+                if (k->last >= 0) p->of_sample[pins++] = k->last, p->of_key[k->degree++] = s;
             }
         }
     }
-    for (int s = 0; s < p->samples; s++) {
-        int32_t *near = p->near + (int64_t)s * p->parts;
-        for (int i = p->first[s]; i < p->first[s + 1]; i++) {
-            const uint16_t *count = p->count + (int64_t)p->of_sample[i] * p->parts;
-            for (int m = 0; m < p->parts; m++) near[m] += count[m] > 0;
-            near[p->part[s]] -= count[p->part[s]] == 1;
+    p->first[n] = pins, p->keys = shared;
+}
+
+#define BLOCK 32
+
+// The first of the largest.
+VECTORISED static int argmax64(const int64_t *values, int n) {
+    int64_t most = INT64_MIN;
+    for (int i = 0; i < n; i++) most = values[i] > most ? values[i] : most;
+    int at = 0;
+    for (int found = 0; at + BLOCK <= n; at += BLOCK) {
+        for (int i = 0; i < BLOCK; i++) found |= values[at + i] == most;
+        if (found) break;
+    }
+    while (values[at] != most) at++;
+    return at;
+}
+
+VECTORISED static int argmax32(const int32_t *values, int n) {
+    int32_t most = INT32_MIN;
+    for (int i = 0; i < n; i++) most = values[i] > most ? values[i] : most;
+    int at = 0;
+    for (int found = 0; at + BLOCK <= n; at += BLOCK) {
+        for (int i = 0; i < BLOCK; i++) found |= values[at + i] == most;
+        if (found) break;
+    }
+    while (values[at] != most) at++;
+    return at;
+}
+
+static void grow(Work *w, const int32_t *sizes, const int64_t *weight_of_degree) {
+    Problem *p = &w->p;
+    int64_t *common = w->common;
+    int32_t *near = w->near_x;
+    int n = p->samples;
+    const int64_t taken = INT64_MIN / 2; // what is added to it later leaves it below every free sample
+    memset(p->held, 0, (int64_t)p->keys * p->parts * sizeof *p->held);
+    memset(p->part, 255, n * sizeof *p->part);
+    for (int m = 0; m < p->parts; m++) {
+        for (int s = 0; s < n; s++) common[s] = p->part[s] < 0 ? p->first[s + 1] - p->first[s] : taken;
+        for (int t = 0; t < sizes[m]; t++) {
+            int best = argmax64(common, n);
+            if (!t)
+                for (int s = 0; s < n; s++) common[s] = p->part[s] < 0 ? 0 : taken;
+            p->part[best] = m, common[best] = taken;
+            for (int i = p->first[best]; i < p->first[best + 1]; i++) {
+                int k = p->of_sample[i], begin = p->key_first[k], end = p->key_first[k + 1];
+                Held *held = p->held + (int64_t)k * p->parts + m;
+                held->which ^= best;
+                if (held->count++) continue;
+                int64_t weight = weight_of_degree[end - begin];
+                for (int j = begin; j < end; j++) common[p->of_key[j]] += weight;
+            }
         }
+    }
+    for (int s = 0; s < n; s++) {
+        memset(near, 0, p->parts * sizeof *near);
+        for (int i = p->first[s]; i < p->first[s + 1]; i++) {
+            const Held *held = p->held + (int64_t)p->of_sample[i] * p->parts;
+            for (int m = 0; m < p->parts; m++) near[m] += held[m].count > 0;
+            near[p->part[s]] -= held[p->part[s]].count == 1;
+        }
+        for (int m = 0; m < p->parts; m++) p->near[(int64_t)m * n + s] = near[m];
+        p->own[s] = near[p->part[s]];
     }
 }
 
 // Puts sample x into part m (by = 1) or takes it out (by = -1); ``near`` of the others follows.
 static void shift(Problem *p, int x, int m, int by) {
+    int32_t *near = p->near + (int64_t)m * p->samples;
     if (by < 0) p->part[x] = -1;
     for (int i = p->first[x]; i < p->first[x + 1]; i++) {
         int k = p->of_sample[i];
-        uint16_t *count = p->count + (int64_t)k * p->parts + m;
-        *count += by;
-        int others = *count - (by > 0); // those beside x, who alone would notice
-        if (others > 1) continue;
-        for (int j = p->key_first[k]; j < p->key_first[k + 1]; j++) {
-            int s = p->of_key[j];
-            if (s != x && (others == 0 || p->part[s] == m)) p->near[(int64_t)s * p->parts + m] += by;
+        Held *held = p->held + (int64_t)k * p->parts + m;
+        int others = held->count - (by < 0); // those beside x, who alone would notice
+        held->count += by, held->which ^= x;
+        if (others == 1) {
+            int s = by < 0 ? held->which : held->which ^ x;
+            near[s] += by, p->own[s] += by;
+        } else if (!others) {
+            for (int j = p->key_first[k]; j < p->key_first[k + 1]; j++) near[p->of_key[j]] += by;
+            near[x] -= by;
         }
     }
-    if (by > 0) p->part[x] = m;
+    if (by > 0) p->part[x] = m, p->own[x] = near[x];
 }
 
 // Keys that x and y share stay in both parts when they are exchanged; the bound on the gain counts some as won.
@@ -125,31 +205,46 @@ static int overcounted(const Problem *p, const int32_t *mark, int x, int y) {
     int over = 0;
     for (int i = p->first[y]; i < p->first[y + 1]; i++) {
         int k = p->of_sample[i];
-        const uint16_t *count = p->count + (int64_t)k * p->parts;
-        if (mark[k] == x) over += (count[p->part[x]] < 2) + (count[p->part[y]] < 2);
+        const Held *held = p->held + (int64_t)k * p->parts;
+        if (mark[k] == x) over += (held[p->part[x]].count < 2) + (held[p->part[y]].count < 2);
     }
     return over;
 }
 
-static int exchange(Problem *p, int32_t *mark, int tries) {
+#define FEW 8
+
+// What exchanging x (of part a) with each sample saves at most; 0 for the samples of its own part.
+VECTORISED static void bounds(const Problem *p, int a, const int32_t *near_x, int32_t *gain) {
+    const int32_t *near_a = p->near + (int64_t)a * p->samples, *part = p->part, *own = p->own;
+    int n = p->samples;
+    if (p->parts > FEW) {
+        for (int y = 0; y < n; y++) gain[y] = near_a[y] - own[y] + near_x[part[y]] - near_x[a];
+    } else { // gathers are slow
+        for (int y = 0; y < n; y++) gain[y] = near_a[y] - own[y] - near_x[a];
+        for (int m = 0; m < p->parts; m++) {
+            int32_t there = near_x[m];
+            for (int y = 0; y < n; y++) gain[y] += part[y] == m ? there : 0;
+        }
+    }
+    for (int y = 0; y < n; y++) gain[y] = part[y] == a ? 0 : gain[y];
+}
+
+static int exchange(Work *w, int tries) {
+    Problem *p = &w->p;
+    int32_t *mark = w->mark, *near_x = w->near_x, *gain = w->gain;
     int swaps = 0;
     for (int x = 0; x < p->samples; x++) {
-        const int32_t *near_x = p->near + (int64_t)x * p->parts;
-        int a = p->part[x], best = -1, best_gain = 0, below = INT32_MAX, after = -1;
+        int a = p->part[x], best = -1, best_gain = 0;
+        for (int m = 0; m < p->parts; m++) near_x[m] = p->near[(int64_t)m * p->samples + x];
+        bounds(p, a, near_x, gain);
         for (int t = 0; t < tries; t++) {
-            int candidate = -1, bound = best_gain;
-            for (int y = 0; y < p->samples; y++) {
-                int b = p->part[y];
-                const int32_t *near_y = p->near + (int64_t)y * p->parts;
-                int gain = near_x[b] - near_x[a] + near_y[a] - near_y[b];
-                if (b != a && gain > bound && (gain < below || (gain == below && y > after))) bound = gain, candidate = y;
-            }
-            if (candidate < 0) break;
+            int candidate = argmax32(gain, p->samples), bound = gain[candidate];
+            if (bound <= best_gain) break;
             if (!t)
                 for (int i = p->first[x]; i < p->first[x + 1]; i++) mark[p->of_sample[i]] = x;
-            int gain = bound - overcounted(p, mark, x, candidate);
-            if (gain > best_gain) best_gain = gain, best = candidate;
-            below = bound, after = candidate;
+            int exact = bound - overcounted(p, mark, x, candidate);
+            if (exact > best_gain) best_gain = exact, best = candidate;
+            gain[candidate] = INT32_MIN;
         }
         if (best < 0) continue;
         int b = p->part[best];
@@ -161,7 +256,7 @@ static int exchange(Problem *p, int32_t *mark, int tries) {
 
 static int64_t keys_in_parts(const Problem *p) {
     int64_t sum = 0;
-    for (int64_t i = 0; i < (int64_t)p->keys * p->parts; i++) sum += p->count[i] > 0;
+    for (int64_t i = 0; i < (int64_t)p->keys * p->parts; i++) sum += p->held[i].count > 0;
     return sum;
 }
 
@@ -170,32 +265,22 @@ static int64_t keys_in_parts(const Problem *p) {
 // Returns 1 where memory is lacking.
 int cluster(const int64_t *keys, const int64_t *offsets, int features, int samples, int parts, const int32_t *sizes,
             const int64_t *weights, int starts, int dense, int passes, int tries, int32_t *part) {
-    int64_t total = offsets[(int64_t)features * (samples + 1) - 1];
-    Problem p = {.samples = samples, .parts = parts};
-    p.part = malloc((samples + 1) * 4);
-    p.first = malloc((samples + 1) * 4), p.of_sample = malloc((total + 1) * 4);
-    p.key_first = malloc((total + 1) * 4), p.of_key = malloc((total + 1) * 4);
-    int64_t *common = malloc((samples + 1) * sizeof *common);
-    int32_t *mark = NULL;
-    int failed = !p.part || !p.first || !p.of_sample || !p.key_first || !p.of_key || !common ||
-                 number_keys(&p, keys, offsets, features);
-    if (!failed) {
-        p.count = calloc((int64_t)p.keys * parts + 1, 2), p.near = calloc((int64_t)samples * parts + 1, 4);
-        mark = malloc((p.keys + 1) * 4);
-        failed = !p.count || !p.near || !mark;
+    int64_t pins = offsets[(int64_t)features * (samples + 1) - 1], bytes = 0, used = 0;
+    lay_out(NULL, &bytes, pins, samples, parts);
+    char *memory = malloc(bytes);
+    if (!memory) return 1;
+    Work w = lay_out(memory, &used, pins, samples, parts);
+    Problem *p = &w.p;
+    number_keys(&w, keys, offsets, features);
+    int64_t least = INT64_MAX;
+    if (p->first[samples] < (int64_t)dense * p->keys) starts = 1;
+    for (int start = 0; start < starts; start++) {
+        memset(w.mark, 255, p->keys * sizeof *w.mark);
+        grow(&w, sizes, weights + (int64_t)start * (samples + 1));
+        for (int pass = 0; pass < passes && exchange(&w, tries); pass++) {}
+        int64_t found = keys_in_parts(p);
+        if (found < least) least = found, memcpy(part, p->part, samples * sizeof *part);
     }
-    if (!failed) {
-        int64_t least = INT64_MAX;
-        if (p.first[samples] < (int64_t)dense * p.keys) starts = 1;
-        for (int start = 0; start < starts; start++) {
-            memset(mark, 255, (p.keys + 1) * 4);
-            grow(&p, sizes, weights + (int64_t)start * (samples + 1), common);
-            for (int pass = 0; pass < passes && exchange(&p, mark, tries); pass++) {}
-            int64_t found = keys_in_parts(&p);
-            if (found < least) least = found, memcpy(part, p.part, samples * sizeof *part);
-        }
-    }
-    free(p.first), free(p.of_sample), free(p.key_first), free(p.of_key), free(p.count), free(p.near);
-    free(common), free(mark), free(p.part);
-    return failed;
+    free(memory);
+    return 0;
 }

@@ -84,8 +84,7 @@ def test_nine_tenths_of_the_partitioner_at_a_hundredth_of_its_time(kind, parts, 
             f"\n{kind:9} N={parts:2} {preset:7} random {random:.0f} ours {ours:.0f} partitioner {theirs:.0f} "
             f"ratio {ratio:.3f}, {1e3 * our_seconds / BATCHES:.1f} ms a batch, {speed:.0f}x as fast"
         )
-    # Mt-KaHyPar's default preset is the quicker by half; QUALITY is the bound.
-    assert ratio >= 0.9 and speed >= (100 if preset == "QUALITY" else 50)
+    assert ratio >= 0.9 and speed >= 100  # on a quiet machine; 123 to 248 seen
 
 
 @pytest.mark.slow
