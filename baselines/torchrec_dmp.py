@@ -133,6 +133,10 @@ class TorchRecTrainer:
         self._observer = Observer(self._sharding_group) if observe else None
         counted = observe and is_row_wise(self._collection)
         self._traffic = Traffic(self._collection, self.tables, self._sharding_group) if counted else None
+        # Weights and optimizer state of all rows, averaged over the groups by a ring AllReduce.
+        groups = self._world // dist.get_world_size(self._sharding_group)
+        held = sum(x.nbytes for shard in shards(self._collection) for x in (shard.weight, *shard.state))
+        self._replica_bytes, self._sync_interval = 2 * (groups - 1) * held // groups, sync_interval
         self._clock = self._observer or NoClock()
         if self._observer:
             self._observer.attach(self._collection, self._pipeline, self._dmp)
@@ -173,7 +177,8 @@ class TorchRecTrainer:
         loss = float(losses.sum()) / max(1, batch.global_samples)
         sent = self._observer.sent_bytes if self._observer else 0
         minimum, duplication = self._traffic.of(batch) if self._traffic else (0, 1.0)
-        return StepResult(step, loss, len(batch), sent, minimum, duplication)
+        synchronised = self._replica_bytes if self._observer and step % self._sync_interval == 0 else 0
+        return StepResult(step, loss, len(batch), sent, minimum, duplication, synchronised)
 
     def take_spans(self) -> list[Span]:
         if self._observer is None:

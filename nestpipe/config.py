@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+#: Part of a paced dense time (see models/pacing.py) that is forward.
+PACED_FORWARD = 1 / 3
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:

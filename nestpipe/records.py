@@ -50,6 +50,7 @@ METRICS = (
     "duplication_factor",
     "embedding_bytes",
     "minimum_embedding_bytes",
+    "replica_bytes",
 )
 
 

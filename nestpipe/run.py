@@ -272,7 +272,7 @@ def _method_run(
         first = min(by_step)
         notes = [*notes, f"{method.name} went on with another number of ranks: its losses begin with step {first}"]
     metrics = metrics_from_times(times, keep, {s: float(sum(r.samples for r in by_step[s])) for s in keep})
-    for name in ("embedding_bytes", "minimum_embedding_bytes"):
+    for name in ("embedding_bytes", "minimum_embedding_bytes", "replica_bytes"):
         metrics[name] = [float(sum(getattr(r, name) for r in by_step[s])) for s in keep]
     metrics["duplication_factor"] = [float(np.mean([r.duplication_factor for r in by_step[s]])) for s in keep]
     if serial_exposed_ms:

@@ -226,20 +226,17 @@ class Stages:
         self.dense_optimizer.step()
         self.flat_gradient.zero_()
         plan = self.plan(op.batch)
+        row = sum(dtype.itemsize for dtype in self._wire.values()) * self._dim  # there and back
+        sent = sum(self._replicas.sent_rows(n, self._averaged) for n in plan.synchronised) if self._replicas else 0
         self.results[op.batch] = StepResult(
             step=op.batch,
             loss=sum(self._losses.pop((op.batch, m), 0.0) for m in range(1, self.schedule.micro_batches + 1)),
             samples=sum(map(len, self._get("batch", op))),
-            embedding_bytes=self._bytes(plan.remote, plan.synchronised),
-            minimum_embedding_bytes=self._bytes(plan.minimum_remote, [len(plan.rows)] if self._replicas else []),
+            embedding_bytes=plan.remote * row,
+            minimum_embedding_bytes=plan.minimum_remote * row,
             duplication_factor=plan.travelling / max(1, plan.distinct),
+            replica_bytes=sent * self._dim * 4,
         )
-
-    def _bytes(self, exchanged: int, synchronised: Sequence[int]) -> int:
-        """Of rows exchanged once in either direction, and of rows that replicas synchronise."""
-        row = sum(dtype.itemsize for dtype in self._wire.values()) * self._dim
-        replicas = sum(self._replicas.sent_rows(n, self._averaged) for n in synchronised) if self._replicas else 0
-        return exchanged * row + replicas * self._dim * 4
 
     def _write_back(self, op: Ref) -> None:
         self.shard.scatter(self.plan(op.batch).rows, self.buffers[self._buffer(op)])

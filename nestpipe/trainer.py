@@ -63,6 +63,7 @@ class StepResult:
     global loss is the sum over ranks. ``samples``: this rank's samples. ``embedding_bytes``: embedding
     rows that this rank got from other ranks and gradient rows that it sent them in this step;
     ``minimum_embedding_bytes``: the same had each distinct key travelled once per batch.
+    ``replica_bytes``: what this rank sent to keep replicas of the tables equal (2D-SP), as a ring sends it.
     ``duplication_factor``: keys that travelled / distinct keys of the rank's batch.
     """
 
@@ -72,6 +73,7 @@ class StepResult:
     embedding_bytes: int
     minimum_embedding_bytes: int
     duplication_factor: float
+    replica_bytes: int = 0
 
 
 @runtime_checkable

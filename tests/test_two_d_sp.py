@@ -182,6 +182,22 @@ def test_what_travels_is_half_in_bf16_and_the_minimum_with_deduplication(pool2):
     assert once == least < plain
 
 
+def replica_bytes(interval: int) -> list[int]:
+    trainer = Run("2d-sp", interval=interval).trainer()
+    try:
+        iterator = iter(make_batches(4))
+        return [trainer.progress(iterator).replica_bytes for _ in range(4)]
+    finally:
+        trainer.close()
+
+
+def test_replicas_are_counted_when_they_are_averaged(pool4):
+    """A ring AllReduce over two groups sends each rank's rows, weight and state, once."""
+    (every,), (third,) = (pool4.run(replica_bytes, k)[:1] for k in (1, 3))
+    assert every[0] > 0 and every == [every[0]] * 4
+    assert third == [every[0], 0, 0, every[0]]
+
+
 def test_a_wrong_declaration_is_not_allowed(pool4):
     [(_, torchrec), (_, two), (_, late)] = runs_on(pool4, [Run("torchrec"), Run("2d-sp"), Run("2d-sp", interval=3)], 9)
     right, declared = Run("torchrec").template, Run("2d-sp").template

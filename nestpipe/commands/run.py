@@ -115,6 +115,7 @@ ROWS = (
     ("utilisation", "utilisation", "{:.0%}"),
     ("embedding MB a step", "embedding_bytes", "{:.2f}"),
     ("of the minimum", "minimum_embedding_bytes", "{:.2f}x"),
+    ("replica MB a step", "replica_bytes", "{:.2f}"),
 )
 
 
@@ -146,7 +147,9 @@ def _cell(record: Record, median: Mapping[str, float], name: str, form: str) -> 
     if name == "step_ms":
         low, high = np.percentile(record.metrics[name], [25, 75])
         return f"{median[name]:.1f} ± {(high - low) / 2:.1f}"
-    if name == "embedding_bytes":
+    if name == "replica_bytes" and not median[name]:
+        return ""
+    if name in ("embedding_bytes", "replica_bytes"):
         return form.format(median[name] / 1e6)
     if name == "minimum_embedding_bytes":
         return form.format(median["embedding_bytes"] / median[name]) if median[name] else ""

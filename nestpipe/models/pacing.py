@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nestpipe.config import PACED_FORWARD
 from nestpipe.data.batch import Batch, Jagged
 
 
-def paced(dense: nn.Module, ms_per_batch: float, forward_share: float = 1 / 3) -> nn.Module:
+def paced(dense: nn.Module, ms_per_batch: float, forward_share: float = PACED_FORWARD) -> nn.Module:
     """``dense``, whose calls ``dense(embedded, batch)`` last at least their part of ``ms_per_batch`` ms.
 
     A (micro-)batch takes ``batch.share`` of it: ``forward_share`` of that in the forward, counted from

@@ -2,7 +2,8 @@
 
 Real ranks run ``serial`` and ``serial(4)``, where nothing overlaps, on models of several sizes. Of every
 stage, time is a fixed part and a part in proportion to what it moves or computes; both come from
-least squares on relative errors, neither negative.
+least squares on relative errors, neither negative. One more run is paced: what its dense operations take beyond
+the pace is the laying out of rows, which no pace covers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 #: (samples per rank, embedding dim, sequence length, negatives, dense width) of the runs that teach.
 SIZES = ((16, 32, 20, 16, 16), (32, 64, 30, 16, 32), (48, 64, 40, 32, 48), (64, 96, 30, 48, 32))
+#: Of the paced run: longer than the dense math of the last size takes anywhere near here.
+PACE_MS = 400.0
 #: Rates by the stages that share them.
 RATES: Mapping[str, str] = {
     "input_samples_per_s": "P",
@@ -67,14 +70,30 @@ def calibrate(
     from nestpipe.run import run
 
     samples: list[StageSample] = []
+    progress(f"dense paced to {PACE_MS:g} ms: what is outside the pace")
+    expand = expand_bytes_per_s(replace(run_config(config, SIZES[-1]), pace_dense=PACE_MS))
     for number, size in enumerate(SIZES, start=1):
         progress(f"size {number} of {len(SIZES)}: {size[0]} samples, dim {size[1]}, length {size[2]}")
         asked = run_config(config, size)
         for result in run(asked):
             n = int(result.record.config["micro_batches"])
-            samples += stage_samples(result, measured_workload(asked, (n,)), config.workers, n)
+            samples += stage_samples(result, measured_workload(asked, (n,)), config.workers, n, expand)
     name = f"{config.workers} ranks on this machine, {config.testbed}"
-    return hardware_from_samples(samples, name, config.testbed.startswith("netns")), samples
+    return hardware_from_samples(samples, name, config.testbed.startswith("netns"), expand), samples
+
+
+def expand_bytes_per_s(config: RunConfig) -> float:
+    """Runs ``config``, which is paced far beyond its math: bytes of rows over what a dense operation takes longer."""
+    from nestpipe.run import run
+
+    seconds = moved = 0.0
+    for result in run(config):
+        n = int(result.record.config["micro_batches"])
+        workload = measured_workload(config, (n,))
+        took = stage_medians(result)
+        seconds += n * (took["F"] + took["B"]) - workload.pace_dense_s
+        moved += 2 * workload.key_count * workload.embedding_bytes
+    return moved / seconds if seconds > 0 else math.inf
 
 
 def run_config(config: CalibrateConfig, size: tuple[int, int, int, int, int]) -> RunConfig:
@@ -110,16 +129,27 @@ def measured_workload(config: RunConfig, micro_batches: Sequence[int]) -> Worklo
     )
 
 
-def stage_samples(run: MethodRun, workload: Workload, workers: int, micro_batches: int) -> list[StageSample]:
-    """One sample per stage: median over its operations, warm-up left out, of the mean over ranks."""
+def stage_samples(
+    run: MethodRun, workload: Workload, workers: int, micro_batches: int, expand: float
+) -> list[StageSample]:
+    """One sample per stage; dense operations without the laying out of rows, at ``expand`` bytes/s."""
+    outside = workload.key_count * workload.embedding_bytes / micro_batches / expand
+    amounts = stage_amounts(workload, workers, micro_batches)
+    return [
+        StageSample(stage, amounts[stage], max(seconds - (outside if stage in "FB" else 0.0), seconds / 10))
+        for stage, seconds in stage_medians(run).items()
+    ]
+
+
+def stage_medians(run: MethodRun) -> dict[str, float]:
+    """Seconds by stage: median over its operations, warm-up left out, of the mean over ranks."""
     timeline = run.timelines[0]
     steps = set(run.record.steps)
     times: dict[str, list[float]] = {}
     for i, ref in enumerate(timeline.refs):
         if ref.batch in steps:
             times.setdefault(ref.stage, []).append(float(np.mean(timeline.end[i] - timeline.ready[i])))
-    amounts = stage_amounts(workload, workers, micro_batches)
-    return [StageSample(stage, amounts[stage], float(np.median(values))) for stage, values in times.items()]
+    return {stage: float(np.median(values)) for stage, values in times.items()}
 
 
 def stage_amounts(workload: Workload, workers: int, micro_batches: int) -> dict[str, float]:
@@ -133,7 +163,9 @@ def stage_amounts(workload: Workload, workers: int, micro_batches: int) -> dict[
     return amounts
 
 
-def hardware_from_samples(samples: Sequence[StageSample], name: str, one_link: bool) -> Hardware:
+def hardware_from_samples(
+    samples: Sequence[StageSample], name: str, one_link: bool, expand: float = math.inf
+) -> Hardware:
     """Rates and fixed times that explain ``samples`` best."""
     overhead: dict[str, float] = {}
     rates: dict[str, float] = {}
@@ -146,7 +178,7 @@ def hardware_from_samples(samples: Sequence[StageSample], name: str, one_link: b
         name="local",
         origin="measured",
         **rates,  # type: ignore[arg-type]
-        forward_share=1 / 3,
+        expand_bytes_per_s=expand,
         one_link=one_link,
         stage_overhead={stage: value for stage, value in overhead.items() if value > 0},
         notes=(f"measured: {name}", f"forward takes {dense['F'] / sum(dense.values()):.0%} of the dense time"),

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nestpipe.config import PACED_FORWARD
 from nestpipe.schedule import STAGES
 from nestpipe.simulator.hardware import Hardware, ProfileError
 from nestpipe.simulator.workload import Workload
@@ -79,8 +80,15 @@ def stage_seconds(cluster: Cluster, workload: Workload, micro_batches: int) -> d
     alone |= {"A"} if n == 1 else set()
     for stage, fixed in h.stage_overhead.items():
         seconds[stage] += 0.0 if stage in alone else fixed
-    pace = w.pace_dense_s / micro_batches
-    return {**seconds, "F": max(seconds["F"], pace / 3), "B": max(seconds["B"], pace * 2 / 3)}
+    pace, expand = (
+        w.pace_dense_s / micro_batches,
+        w.key_count * w.embedding_bytes / micro_batches / h.expand_bytes_per_s,
+    )
+    return {
+        **seconds,
+        "F": max(seconds["F"], pace * PACED_FORWARD) + expand,
+        "B": max(seconds["B"], pace * (1 - PACED_FORWARD)) + expand,
+    }
 
 
 def dense_seconds(hardware: Hardware, workload: Workload, micro_batches: int) -> float:

@@ -35,6 +35,8 @@ class Hardware:
     """Efficiency curve: a micro-batch of b samples runs at b / (b + this) of the rate."""
     forward_share: float = 1 / 3
     """Part of the dense time of a micro-batch that is forward."""
+    expand_bytes_per_s: float = math.inf
+    """Laying received rows out key by key before the dense forward, and summing their gradients after the backward."""
     hbm_bytes_per_s: float = math.inf
     """Sparse update, dense optimizer and dual-buffer synchronisation."""
     hand_over_s: float = 0.0

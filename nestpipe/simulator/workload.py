@@ -71,7 +71,7 @@ class Workload:
     """Optimizer state per row, moved with it between host and device (row-wise AdaGrad: 1)."""
 
     pace_dense_s: float = 0.0
-    """Dense forward and backward of a batch last at least this long (see models/pacing.py), a third of it forward."""
+    """Dense forward and backward of a batch last at least this long (see models/pacing.py)."""
 
     def __post_init__(self) -> None:
         for name in ("embedding_dim", "dense_layers", "width", "sequence_length", "batch_size"):
