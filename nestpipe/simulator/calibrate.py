@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 #: (samples per rank, embedding dim, sequence length, negatives, dense width) of the runs that teach.
 SIZES = ((16, 32, 20, 16, 16), (32, 64, 30, 16, 32), (48, 64, 40, 32, 48), (64, 96, 30, 48, 32))
-#: Of the paced run: longer than the dense math of the last size takes anywhere near here.
-PACE_MS = 400.0
 #: Rates by the stages that share them.
 RATES: Mapping[str, str] = {
     "input_samples_per_s": "P",
@@ -67,32 +65,34 @@ def calibrate(
     config: CalibrateConfig, progress: Callable[[str], None] = lambda text: None
 ) -> tuple[Hardware, list[StageSample]]:
     """The machine's hardware, and the samples behind it. Raises ConfigError, TestbedUnavailable or RankError."""
-    from nestpipe.run import run
-
-    samples: list[StageSample] = []
-    progress(f"dense paced to {PACE_MS:g} ms: what is outside the pace")
-    expand = expand_bytes_per_s(replace(run_config(config, SIZES[-1]), pace_dense=PACE_MS))
+    medians: list[tuple[Workload, int, dict[str, float]]] = []
     for number, size in enumerate(SIZES, start=1):
         progress(f"size {number} of {len(SIZES)}: {size[0]} samples, dim {size[1]}, length {size[2]}")
-        asked = run_config(config, size)
-        for result in run(asked):
-            n = int(result.record.config["micro_batches"])
-            samples += stage_samples(result, measured_workload(asked, (n,)), config.workers, n, expand)
+        medians += _medians(run_config(config, size))
+    # As long as twice the dense math: none of it shows, and no core has time to fall asleep.
+    pace_ms = round(2e3 * max(n * (took["F"] + took["B"]) for _, n, took in medians))
+    progress(f"the last size with dense paced to {pace_ms} ms")
+    expand = _expand_bytes_per_s(_medians(replace(run_config(config, SIZES[-1]), pace_dense=pace_ms)))
+    samples = [s for workload, n, took in medians for s in stage_samples(took, workload, config.workers, n, expand)]
     name = f"{config.workers} ranks on this machine, {config.testbed}"
     return hardware_from_samples(samples, name, config.testbed.startswith("netns"), expand), samples
 
 
-def expand_bytes_per_s(config: RunConfig) -> float:
-    """Runs ``config``, which is paced far beyond its math: bytes of rows over what a dense operation takes longer."""
+def _medians(config: RunConfig) -> list[tuple[Workload, int, dict[str, float]]]:
+    """Of each method of ``config``, run: workload, micro-batches and ``stage_medians``."""
     from nestpipe.run import run
 
-    seconds = moved = 0.0
+    found = []
     for result in run(config):
         n = int(result.record.config["micro_batches"])
-        workload = measured_workload(config, (n,))
-        took = stage_medians(result)
-        seconds += n * (took["F"] + took["B"]) - workload.pace_dense_s
-        moved += 2 * workload.key_count * workload.embedding_bytes
+        found.append((measured_workload(config, (n,)), n, stage_medians(result)))
+    return found
+
+
+def _expand_bytes_per_s(paced: Sequence[tuple[Workload, int, dict[str, float]]]) -> float:
+    """Bytes of rows laid out, and of gradients summed back, over what dense operations take beyond their pace."""
+    seconds = sum(n * (took["F"] + took["B"]) - workload.pace_dense_s for workload, n, took in paced)
+    moved = sum(2 * workload.key_count * workload.embedding_bytes for workload, _, _ in paced)
     return moved / seconds if seconds > 0 else math.inf
 
 
@@ -130,14 +130,14 @@ def measured_workload(config: RunConfig, micro_batches: Sequence[int]) -> Worklo
 
 
 def stage_samples(
-    run: MethodRun, workload: Workload, workers: int, micro_batches: int, expand: float
+    medians: Mapping[str, float], workload: Workload, workers: int, micro_batches: int, expand: float
 ) -> list[StageSample]:
-    """One sample per stage; dense operations without the laying out of rows, at ``expand`` bytes/s."""
+    """One sample per stage; dense operations without the laying out of rows, which goes at ``expand`` bytes/s."""
     outside = workload.key_count * workload.embedding_bytes / micro_batches / expand
     amounts = stage_amounts(workload, workers, micro_batches)
     return [
         StageSample(stage, amounts[stage], max(seconds - (outside if stage in "FB" else 0.0), seconds / 10))
-        for stage, seconds in stage_medians(run).items()
+        for stage, seconds in medians.items()
     ]
 
 
