@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from nestpipe.accounting import EXPOSED
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.simulator.calibrate import (
     RATES,
@@ -18,7 +19,9 @@ from nestpipe.simulator.calibrate import (
     stage_amounts,
 )
 from nestpipe.simulator.cost import Cluster, stage_seconds
+from nestpipe.simulator.methods import BUILT_IN
 from nestpipe.simulator.profile import load_profile
+from nestpipe.simulator.run import simulate_steps
 from nestpipe.simulator.sampling import known_statistics, load_statistics, measure_keys
 from nestpipe.simulator.workload import KeyStatistics, Workload, WorkloadError
 
@@ -108,6 +111,22 @@ def test_paced_dense_lasts_at_least_the_pace():
     assert stage_seconds(Cluster(profile.hardware, 2), slow, 4) == stage_seconds(
         Cluster(profile.hardware, 2), profile.workload, 4
     )
+
+
+def test_overlap_costs_what_it_hides():
+    """Serial hides nothing and pays nothing; NestPipe's dense compute grows by the cost of what it hides."""
+    profile = load_profile("h100-ib")
+    shared = replace(profile.hardware, overlap_cost=0.5)
+    for name in ("serial", "nestpipe"):
+        method = BUILT_IN[name]
+        before, after = (
+            simulate_steps(method, Cluster(hardware, 16), profile.workload, 4)
+            for hardware in (profile.hardware, shared)
+        )
+        hidden = sum(before.mean(part).mean() - before.mean(f"exposed_{part}").mean() for part in EXPOSED)
+        grown = after.mean("dense").mean() - before.mean("dense").mean()
+        assert grown == pytest.approx(0.5 * hidden, rel=0.02, abs=1e-9)
+        assert (hidden > 1.0) == (name == "nestpipe")
 
 
 def test_overheads_of_collectives_do_not_apply_to_one_worker():

@@ -11,9 +11,9 @@ import numpy as np
 
 from nestpipe.consistency import check
 from nestpipe.schedule import STAGES
-from nestpipe.simulator.cost import ClusterError, stage_seconds
+from nestpipe.simulator.cost import ClusterError
 from nestpipe.simulator.methods import SimulatedMethod
-from nestpipe.simulator.run import steady_step, steady_steps
+from nestpipe.simulator.run import stage_costs, steady_step, steady_steps
 from nestpipe.simulator.simulate import Setting, SimulateConfig, resolve
 
 #: Numbers of micro-batches considered, where they divide the batch.
@@ -122,7 +122,7 @@ def _choose(setting: Setting, method: SimulatedMethod, workers: Sequence[int], f
     counts = [n for n in MICRO_BATCHES if setting.workload.batch_size % n == 0]
     counts = [method.micro_batches or fixed] if method.micro_batches or fixed else counts  # type: ignore[list-item]
     tables = {
-        n: [stage_seconds(setting.cluster(method, size), setting.workload, n) for size in workers] for n in counts
+        n: [stage_costs(method, setting.cluster(method, size), setting.workload, n) for size in workers] for n in counts
     }
     one_link = setting.profile.hardware.one_link
     steps = np.array([steady_step(method, n, tables[n], one_link) for n in counts])
@@ -152,7 +152,7 @@ def _limits(
 
 
 def _with_parts(setting: Setting, method: SimulatedMethod, choice: Choice) -> Choice:
-    table = stage_seconds(setting.cluster(method, choice.workers), setting.workload, choice.micro_batches)
+    table = stage_costs(method, setting.cluster(method, choice.workers), setting.workload, choice.micro_batches)
     times = steady_steps(method, choice.micro_batches, [table], setting.profile.hardware.one_link)
     return replace(choice, parts_ms={name: float(values[0]) for name, values in times.items() if name != "step"})
 

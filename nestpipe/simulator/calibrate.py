@@ -3,7 +3,8 @@
 Real ranks run ``serial`` and ``serial(4)``, where nothing overlaps, on models of several sizes. Of every
 stage, time is a fixed part and a part in proportion to what it moves or computes; both come from
 least squares on relative errors, neither negative. One more run is paced: what its dense operations take beyond
-the pace is the laying out of rows, which no pace covers.
+the pace is the laying out of rows, which no pace covers; what NestPipe's step there takes beyond its prediction
+is what overlap costs where lanes share cores.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nestpipe.accounting import EXPOSED
 from nestpipe.simulator.cost import Cluster, stage_seconds
 from nestpipe.simulator.hardware import Hardware, hardware_to_toml
+from nestpipe.simulator.methods import BUILT_IN
+from nestpipe.simulator.run import steady_steps
 from nestpipe.simulator.sampling import measure_keys
 from nestpipe.simulator.workload import Workload
 
@@ -65,35 +69,57 @@ def calibrate(
     config: CalibrateConfig, progress: Callable[[str], None] = lambda text: None
 ) -> tuple[Hardware, list[StageSample]]:
     """The machine's hardware, and the samples behind it. Raises ConfigError, TestbedUnavailable or RankError."""
-    medians: list[tuple[Workload, int, dict[str, float]]] = []
+    runs: list[_Run] = []
     for number, size in enumerate(SIZES, start=1):
         progress(f"size {number} of {len(SIZES)}: {size[0]} samples, dim {size[1]}, length {size[2]}")
-        medians += _medians(run_config(config, size))
+        runs += _runs(run_config(config, size))
     # As long as twice the dense math: none of it shows, and no core has time to fall asleep.
-    pace_ms = round(2e3 * max(n * (took["F"] + took["B"]) for _, n, took in medians))
-    progress(f"the last size with dense paced to {pace_ms} ms")
-    expand = _expand_bytes_per_s(_medians(replace(run_config(config, SIZES[-1]), pace_dense=pace_ms)))
-    samples = [s for workload, n, took in medians for s in stage_samples(took, workload, config.workers, n, expand)]
+    pace_ms = round(2e3 * max(run.micro_batches * (run.medians["F"] + run.medians["B"]) for run in runs))
+    progress(f"the last size with dense paced to {pace_ms} ms, and overlapped")
+    paced = replace(run_config(config, SIZES[-1]), methods="serial,serial(4),nestpipe(4)", pace_dense=pace_ms)
+    *apart, overlapped = _runs(paced)
+    expand = _expand_bytes_per_s(apart)
+    samples = [sample for run in runs for sample in stage_samples(run, config.workers, expand)]
     name = f"{config.workers} ranks on this machine, {config.testbed}"
-    return hardware_from_samples(samples, name, config.testbed.startswith("netns"), expand), samples
+    hardware = hardware_from_samples(samples, name, config.testbed.startswith("netns"), expand)
+    return replace(hardware, overlap_cost=_overlap_cost(overlapped, Cluster(hardware, config.workers))), samples
 
 
-def _medians(config: RunConfig) -> list[tuple[Workload, int, dict[str, float]]]:
-    """Of each method of ``config``, run: workload, micro-batches and ``stage_medians``."""
+@dataclass(frozen=True)
+class _Run:
+    """``medians``: seconds of an operation by stage, warm-up left out, of the mean over ranks."""
+
+    workload: Workload
+    micro_batches: int
+    step_s: float
+    medians: Mapping[str, float]
+
+
+def _runs(config: RunConfig) -> list[_Run]:
     from nestpipe.run import run
 
     found = []
     for result in run(config):
         n = int(result.record.config["micro_batches"])
-        found.append((measured_workload(config, (n,)), n, stage_medians(result)))
+        step_s = result.record.median["step_ms"] * 1e-3
+        found.append(_Run(measured_workload(config, (n,)), n, step_s, stage_medians(result)))
     return found
 
 
-def _expand_bytes_per_s(paced: Sequence[tuple[Workload, int, dict[str, float]]]) -> float:
+def _expand_bytes_per_s(paced: Sequence[_Run]) -> float:
     """Bytes of rows laid out, and of gradients summed back, over what dense operations take beyond their pace."""
-    seconds = sum(n * (took["F"] + took["B"]) - workload.pace_dense_s for workload, n, took in paced)
-    moved = sum(2 * workload.key_count * workload.embedding_bytes for workload, _, _ in paced)
+    seconds = sum(r.micro_batches * (r.medians["F"] + r.medians["B"]) - r.workload.pace_dense_s for r in paced)
+    moved = sum(2 * r.workload.key_count * r.workload.embedding_bytes for r in paced)
     return moved / seconds if seconds > 0 else math.inf
+
+
+def _overlap_cost(run: _Run, cluster: Cluster) -> float:
+    """How much longer NestPipe's step is than predicted, per second that it hides."""
+    method, n = BUILT_IN["nestpipe"], run.micro_batches
+    seconds = stage_seconds(cluster, run.workload, n)
+    predicted = steady_steps(method, n, [seconds], cluster.hardware.one_link)
+    hidden = sum(float(predicted[name][0] - predicted[f"exposed_{name}"][0]) for name in EXPOSED)
+    return max(0.0, run.step_s * 1e3 - float(predicted["step"][0])) / hidden if hidden > 0 else 0.0
 
 
 def run_config(config: CalibrateConfig, size: tuple[int, int, int, int, int]) -> RunConfig:
@@ -129,26 +155,25 @@ def measured_workload(config: RunConfig, micro_batches: Sequence[int]) -> Worklo
     )
 
 
-def stage_samples(
-    medians: Mapping[str, float], workload: Workload, workers: int, micro_batches: int, expand: float
-) -> list[StageSample]:
+def stage_samples(run: _Run, workers: int, expand: float) -> list[StageSample]:
     """One sample per stage; dense operations without the laying out of rows, which goes at ``expand`` bytes/s."""
-    outside = workload.key_count * workload.embedding_bytes / micro_batches / expand
-    amounts = stage_amounts(workload, workers, micro_batches)
+    outside = run.workload.key_count * run.workload.embedding_bytes / run.micro_batches / expand
+    amounts = stage_amounts(run.workload, workers, run.micro_batches)
     return [
         StageSample(stage, amounts[stage], max(seconds - (outside if stage in "FB" else 0.0), seconds / 10))
-        for stage, seconds in medians.items()
+        for stage, seconds in run.medians.items()
     ]
 
 
 def stage_medians(run: MethodRun) -> dict[str, float]:
-    """Seconds by stage: median over its operations, warm-up left out, of the mean over ranks."""
+    """Seconds by stage: median over its operations, warm-up left out, of the mean over ranks, of which a collective's
+    includes the waiting for those that enter later."""
     timeline = run.timelines[0]
     steps = set(run.record.steps)
     times: dict[str, list[float]] = {}
     for i, ref in enumerate(timeline.refs):
         if ref.batch in steps:
-            times.setdefault(ref.stage, []).append(float(np.mean(timeline.end[i] - timeline.ready[i])))
+            times.setdefault(ref.stage, []).append(float(np.mean(timeline.end[i] - timeline.start[i])))
     return {stage: float(np.median(values)) for stage, values in times.items()}
 
 

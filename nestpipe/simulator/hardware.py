@@ -76,6 +76,8 @@ class Hardware:
     """2D-SP: its lookup relative to that of one group."""
     replica_sync: float = 1.0
     """2D-SP: replica synchronisation relative to an All2All of the batch without congestion."""
+    overlap_cost: float = 0.0
+    """Lanes share a worker's cores: every second hidden behind dense compute lengthens it by this many seconds."""
     one_link: bool = False
     """AllReduce and replica synchronisation share the All2All's link, so they queue behind each other."""
     stage_overhead: Mapping[str, float] = field(default_factory=dict)
@@ -88,7 +90,7 @@ class Hardware:
         for name in positive | {"lookup_tier_workers", "workers_per_node"}:
             if not getattr(self, name) > 0:
                 raise ProfileError(f"hardware '{self.name}': {name} is {getattr(self, name)}, must be above 0")
-        for name in ("half_rate_samples", "lookup_tier_penalty", "replica_lookup", "replica_sync"):
+        for name in ("half_rate_samples", "overlap_cost", "lookup_tier_penalty", "replica_lookup", "replica_sync"):
             _not_negative(self.name, name, getattr(self, name))
         for name in (f.name for f in fields(self) if f.name.endswith("_s") and f.name not in positive):
             _not_negative(self.name, name, getattr(self, name))

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from nestpipe.accounting import StepTimes, step_times
+from nestpipe.accounting import EXPOSED, StepTimes, step_times
 from nestpipe.schedule import STAGES, folded
 from nestpipe.simulator.cost import Cluster, stage_seconds
 from nestpipe.simulator.lanes import LanePlan, lane_plan, run_lanes
@@ -123,8 +123,7 @@ def simulate_timeline(
     Without noise all workers are alike, and one column stands for all of them.
     """
     plan = plan_of(method, micro_batches, WARM_UP + steps + DRAIN, cluster.hardware.one_link)
-    stages = stage_seconds(cluster, workload, plan_micro_batches(method, micro_batches))
-    seconds = mean_seconds(plan, [stages])
+    seconds = mean_seconds(plan, [stage_costs(method, cluster, workload, micro_batches)])
     if noise.silent:
         return run_lanes(plan, seconds, 1, 1)
     n = cluster.workers
@@ -139,8 +138,16 @@ def simulate_timeline(
     return run_lanes(plan, NoisyDurations(plan, seconds[:, 0], n, noise, seed, fixed), cluster.group_size)
 
 
-def plan_micro_batches(method: SimulatedMethod, micro_batches: int) -> int:
-    return method.micro_batches or micro_batches
+def stage_costs(method: SimulatedMethod, cluster: Cluster, workload: Workload, micro_batches: int) -> dict[str, float]:
+    """``stage_seconds`` for a method's number of micro-batches, and what its overlap costs dense compute."""
+    n, h = method.micro_batches or micro_batches, cluster.hardware
+    seconds = stage_seconds(cluster, workload, n)
+    if not h.overlap_cost:
+        return seconds
+    alone = steady_steps(method, micro_batches, [seconds], h.one_link)
+    hidden = sum(float(alone[name][0] - alone[f"exposed_{name}"][0]) for name in EXPOSED) * 1e-3
+    extra = h.overlap_cost * hidden / (2 * n)
+    return {**seconds, "F": seconds["F"] + extra, "B": seconds["B"] + extra}
 
 
 def simulate_steps(

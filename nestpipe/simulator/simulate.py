@@ -10,10 +10,10 @@ import numpy as np
 
 from nestpipe.accounting import StepTimes
 from nestpipe.records import Record, metrics_from_times, provenance
-from nestpipe.simulator.cost import Cluster, ClusterError, stage_seconds
+from nestpipe.simulator.cost import Cluster, ClusterError
 from nestpipe.simulator.methods import SimulatedMethod, select
 from nestpipe.simulator.profile import Profile, load_profile, resized
-from nestpipe.simulator.run import Noise, simulate_steps
+from nestpipe.simulator.run import Noise, simulate_steps, stage_costs
 from nestpipe.simulator.sampling import load_statistics
 from nestpipe.simulator.workload import Workload
 
@@ -160,7 +160,7 @@ def _record(
     metrics["duplication_factor"] = [w.keys.duplication_at(n)] * len(steps)
     metrics["embedding_bytes"] = [remote * w.keys.duplication_at(n)] * len(steps)
     metrics["minimum_embedding_bytes"] = [remote] * len(steps)
-    seconds = stage_seconds(cluster, w, n)
+    seconds = stage_costs(method, cluster, w, setting.micro_batches)
     return Record(
         kind="simulated",
         method=method.name,
