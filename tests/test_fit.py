@@ -222,6 +222,16 @@ def test_bad_settings_say_what_in_one_line(config, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_all_methods_are_those_that_fit():
+    """Two workers make no four groups: whoever asks for all methods gets the others, and is told."""
+    records = simulate(SimulateConfig(workers="2,4", steps=2), METHODS)
+    by_size = [{r.method for r in records if r.workers == n} for n in (2, 4)]
+    assert by_size[1] - by_size[0] == {m.name for m in METHODS.values() if m.grouped} and len(by_size[0]) > 4
+    assert records[0].notes[-1].startswith("left out with 2 workers")
+    with pytest.raises(ValueError, match="130 workers cannot be split"):
+        simulate(SimulateConfig(workers="130"), METHODS)
+
+
 def test_published_numbers_are_checked(tmp_path):
     path = tmp_path / "p.csv"
     path.write_text("a,b\n")

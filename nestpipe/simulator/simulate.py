@@ -59,6 +59,11 @@ class Setting:
     workers: tuple[int, ...]
     micro_batches: int
     groups: int
+    leaves_out: bool = False
+    """Grouped methods are left out where there are fewer workers than groups: none was asked for by name."""
+
+    def fits(self, method: SimulatedMethod, workers: int) -> bool:
+        return not (self.leaves_out and method.grouped and workers < self.groups)
 
     def cluster(self, method: SimulatedMethod, workers: int) -> Cluster:
         return Cluster(self.profile.hardware, workers, self.groups if method.grouped else 1)
@@ -84,10 +89,12 @@ def resolve(config: SimulateConfig, known: Mapping[str, SimulatedMethod]) -> Set
         worker_counts(config.workers, profile),
         micro_batches_of(workload, config.micro_batch, profile),
         groups,
+        leaves_out=config.methods.strip() == "all" and config.groups is None,
     )
     for method in methods:
         for workers in setting.workers:
-            setting.cluster(method, workers)
+            if setting.fits(method, workers):
+                setting.cluster(method, workers)
     return setting
 
 
@@ -124,6 +131,8 @@ def simulate(config: SimulateConfig, known: Mapping[str, SimulatedMethod]) -> li
     for workers in setting.workers:
         serial: StepTimes | None = None
         for method in setting.methods:
+            if not setting.fits(method, workers):
+                continue
             times = simulate_steps(
                 method,
                 setting.cluster(method, workers),
@@ -179,9 +188,21 @@ def _record(
         steps=steps,
         metrics=metrics,
         testbed=f"simulated {setting.profile.hardware.name}",
-        notes=("simulated on virtual clocks, nothing was run", *setting.profile.hardware.notes, *_key_notes(w)),
+        notes=(
+            "simulated on virtual clocks, nothing was run",
+            *setting.profile.hardware.notes,
+            *_key_notes(w),
+            *_left_out(setting, workers),
+        ),
         provenance=origin,
     )
+
+
+def _left_out(setting: Setting, workers: int) -> tuple[str, ...]:
+    names = [m.name for m in setting.methods if not setting.fits(m, workers)]
+    if not names:
+        return ()
+    return (f"left out with {workers} workers, fewer than {setting.groups} groups (--groups): {', '.join(names)}",)
 
 
 def _key_notes(workload: Workload) -> tuple[str, ...]:
