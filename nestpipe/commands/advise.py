@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from rich import box
@@ -16,34 +15,16 @@ from rich.table import Table
 from nestpipe.commands.simulate import wide_console
 from nestpipe.records import provenance, write_atomically
 from nestpipe.simulator.advise import LIMITS, Advice, Choice, advise
-from nestpipe.simulator.simulate import SimulateConfig
+from nestpipe.simulator.simulate import Scenario
 
 
 @dataclass(frozen=True)
-class AdviseCommand:
+class AdviseCommand(Scenario):
     """My model, my cluster: which method, how many micro-batches, what limits it, and up to which size?
     Predicted on virtual clocks; nothing is run."""
 
-    hardware: str = "npu-1536-industrial"
-    """A shipped profile (npu-1536-industrial, gpu-128-kuairand, h100-ib), or a .toml file of `nestpipe calibrate`."""
     workers: int = 1536
     """Accelerators."""
-    methods: str = "all"
-    """Comma-separated methods to choose from, or all."""
-    micro_batch: int | None = None
-    """Samples per micro-batch; default: chosen."""
-    batch_size: int | None = None
-    """Samples per worker and step (default, as for the next three: the profile's)."""
-    embedding_dim: int | None = None
-    """Elements per embedding row."""
-    dense_layers: int | None = None
-    """Blocks of the dense network."""
-    sequence_length: int | None = None
-    """Items per sample."""
-    clustering: Literal["profile", "off"] = "profile"
-    """off: keys repeat between micro-batches as the router measured it on unclustered KuaiRand-like data."""
-    groups: int | None = None
-    """Replica groups of two-dimensional sharding (default: the profile's)."""
     reach: int = 16
     """Look for changes of the answer from 1/reach of the workers to reach times as many."""
     json: Annotated[Path | None, tyro.conf.arg(help="Write the advice to this file.")] = field(default=None)
@@ -53,9 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     from baselines.simulated import METHODS
 
     command = tyro.cli(AdviseCommand, prog="nestpipe advise", args=arguments)
-    shared = {f.name for f in dataclasses.fields(SimulateConfig)} - {"workers"}
-    config = SimulateConfig(**{name: value for name, value in vars(command).items() if name in shared})
-    advice = advise(config, METHODS, command.workers, command.reach)
+    advice = advise(command, METHODS, command.workers, command.reach)
     out = wide_console()
     out.print(_table(advice, command))
     for line in _sentences(advice):

@@ -14,7 +14,7 @@ from nestpipe.schedule import STAGES
 from nestpipe.simulator.cost import ClusterError
 from nestpipe.simulator.methods import SimulatedMethod
 from nestpipe.simulator.run import stage_costs, steady_step, steady_steps
-from nestpipe.simulator.simulate import Setting, SimulateConfig, resolve
+from nestpipe.simulator.simulate import Scenario, Setting, resolve
 
 #: Numbers of micro-batches considered, where they divide the batch.
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -88,7 +88,7 @@ class Advice:
         return next((c for c in self.choices if c.synchronous), self.choices[0])
 
 
-def advise(config: SimulateConfig, known: Mapping[str, SimulatedMethod], workers: int, reach: int = 16) -> Advice:
+def advise(config: Scenario, known: Mapping[str, SimulatedMethod], workers: int, reach: int = 16) -> Advice:
     """Choose method and micro-batches for ``workers`` workers.
 
     ``config.micro_batch`` fixes the micro-batch; ``reach``: sizes from workers / reach to workers x

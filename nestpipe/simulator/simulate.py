@@ -19,17 +19,15 @@ from nestpipe.simulator.workload import Workload
 
 
 @dataclass(frozen=True)
-class SimulateConfig:
-    """Predict step times: schedules on virtual clocks, with a cost model. Nothing is run."""
+class Scenario:
+    """A model on a cluster, as options; None: the profile's."""
 
     hardware: str = "npu-1536-industrial"
-    """A shipped profile (npu-1536-industrial, gpu-128-kuairand, h100-ib), or a .toml file of `nestpipe calibrate`."""
+    """A shipped profile (npu-1536-industrial, gpu-128-kuairand, h100-ib), `local` (see calibrate), or a .toml file."""
     methods: str = "all"
     """Comma-separated methods, or all."""
-    workers: str = ""
-    """Comma-separated numbers of workers (default: the profile's)."""
     micro_batch: int | None = None
-    """Samples per micro-batch, for methods with a frozen window (default: an eighth of the batch)."""
+    """Samples per micro-batch, for methods with a frozen window (default: an eighth of the batch; `advise` chooses)."""
     batch_size: int | None = None
     """Samples per worker and step (default, as for the next three: the profile's)."""
     embedding_dim: int | None = None
@@ -42,6 +40,14 @@ class SimulateConfig:
     """off: keys repeat between micro-batches as the router measured it on unclustered KuaiRand-like data."""
     groups: int | None = None
     """Replica groups of two-dimensional sharding (default: the profile's)."""
+
+
+@dataclass(frozen=True)
+class SimulateConfig(Scenario):
+    """Predict step times: schedules on virtual clocks, with a cost model. Nothing is run."""
+
+    workers: str = ""
+    """Comma-separated numbers of workers (default: the profile's)."""
     steps: int = 20
     """Steps to report, after the pipeline has filled."""
     noise: Noise = field(default_factory=Noise)
@@ -69,8 +75,11 @@ class Setting:
         return Cluster(self.profile.hardware, workers, self.groups if method.grouped else 1)
 
 
-def resolve(config: SimulateConfig, known: Mapping[str, SimulatedMethod]) -> Setting:
-    """Look everything up. Raises ValueError (ProfileError, UnknownMethod, ClusterError, WorkloadError), one line."""
+def resolve(config: Scenario, known: Mapping[str, SimulatedMethod], workers: str = "") -> Setting:
+    """Look everything up; ``workers`` as in ``SimulateConfig``.
+
+    Raises ValueError (ProfileError, UnknownMethod, ClusterError, WorkloadError), one line.
+    """
     profile = load_profile(config.hardware)
     methods = tuple(select(config.methods, known))
     workload = resized(
@@ -79,22 +88,20 @@ def resolve(config: SimulateConfig, known: Mapping[str, SimulatedMethod]) -> Set
     if config.clustering == "off":
         duplication = load_statistics("kuairand27k").duplication
         workload = replace(workload, keys=replace(workload.keys, duplication=duplication))
-    if config.steps < 1:
-        raise ClusterError(f"steps is {config.steps}, must be at least 1")
     groups = profile.groups if config.groups is None else config.groups
     setting = Setting(
         profile,
         workload,
         methods,
-        worker_counts(config.workers, profile),
+        worker_counts(workers, profile),
         micro_batches_of(workload, config.micro_batch, profile),
         groups,
         leaves_out=config.methods.strip() == "all" and config.groups is None,
     )
     for method in methods:
-        for workers in setting.workers:
-            if setting.fits(method, workers):
-                setting.cluster(method, workers)
+        for count in setting.workers:
+            if setting.fits(method, count):
+                setting.cluster(method, count)
     return setting
 
 
@@ -125,7 +132,9 @@ def micro_batches_of(workload: Workload, micro_batch: int | None, profile: Profi
 
 def simulate(config: SimulateConfig, known: Mapping[str, SimulatedMethod]) -> list[Record]:
     """One record of kind ``simulated`` per number of workers and method, in that order. Raises as ``resolve``."""
-    setting = resolve(config, known)
+    if config.steps < 1:
+        raise ClusterError(f"steps is {config.steps}, must be at least 1")
+    setting = resolve(config, known, config.workers)
     origin = provenance()
     records = []
     for workers in setting.workers:
