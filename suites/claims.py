@@ -21,9 +21,9 @@ def hides_lookups(record: Record) -> None:
 
 
 def hides_communication(record: Record) -> None:
-    """Frozen-window pipelining: part of the All2All is off the critical path."""
+    """Frozen-window pipelining: much of the All2All is off the critical path (an eighth to a third is left on it)."""
     exposed, total = _total(record, "exposed_communication_ms"), _total(record, "communication_ms")
-    assert exposed < 0.95 * total, f"{record.method}: {exposed:.1f} of {total:.1f} ms communication are exposed"
+    assert exposed < 0.6 * total, f"{record.method}: {exposed:.1f} of {total:.1f} ms communication are exposed"
 
 
 def hides_nothing(record: Record) -> None:

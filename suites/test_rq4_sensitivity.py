@@ -54,6 +54,7 @@ def test_fig9_simulated(simulate_part):
         r.config["micro_batches"]: r.median for r in records if not r.config["workload"]["keys"]["duplication"]
     }
     ratios = [clustered[n]["exposed_communication_ratio"] for n in sorted(clustered)]
+    assert len(ratios) == 6
     assert ratios == pytest.approx([1 / n for n in sorted(clustered)], rel=0.02), "exposed share is 1/N"
 
 
