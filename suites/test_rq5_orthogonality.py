@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from results.plan import FAMILIES
 from suites import claims
 from suites.conftest import by_method_and_workers
 from suites.replay import play, replay
 
 PART = "four-hosts"
+#: With the families of Table I, which NestPipe is combined with; the others are in RQ3.
+METHODS = ("2d-sp", "nestpipe+2d-sp", *FAMILIES)
 
 
-@pytest.mark.part(PART, methods=("2d-sp", "nestpipe+2d-sp"))
+@pytest.mark.part(PART, methods=METHODS)
 @pytest.mark.benchmark(timer=replay.clock)
 def test_table4(point, record, benchmark):
     claims.parts_sum_to_step(record)

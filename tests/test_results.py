@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -12,6 +14,7 @@ from made_records import measured, session
 
 from baselines.simulated import METHODS
 from nestpipe.records import RecordError, Store
+from nestpipe.run import RunConfig
 from nestpipe.simulator.simulate import SimulateConfig, simulate
 from results.aggregate import label_of, medians, published_frame, ratios, read_parts, sources_from, step_frame
 from results.artefacts import ARTEFACTS, Sources, UnknownArtefact, make
@@ -197,6 +200,21 @@ def test_tables_from_benchmark_json_equal_those_from_the_store(folder, tmp_path)
     path = tmp_path / "0001_suites.json"
     path.write_text(json.dumps({"benchmarks": entries}))
     assert files(sources_from(folder, path), tmp_path / "a") == files(sources, tmp_path / "b")
+
+
+def test_every_measured_method_is_in_a_suite():
+    """So that tables from a benchmark file are those from the stores: no record is in the stores alone."""
+    marks = [
+        mark
+        for path in sorted((Path(__file__).parents[1] / "suites").glob("test_rq*.py"))
+        for value in vars(importlib.import_module(f"suites.{path.stem}")).values()
+        for mark in getattr(value, "pytestmark", [])
+        if mark.name == "part"
+    ]
+    for part in measured_parts(Options()):
+        wanted = {name for run in part.runs if isinstance(run, RunConfig) for name in run.method_names}
+        mine = [mark.kwargs.get("methods") for mark in marks if mark.args == (part.name,)]
+        assert None in mine or wanted <= {name for methods in mine for name in methods}, part.name
 
 
 def test_a_record_of_the_plan_is_found_again():
