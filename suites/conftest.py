@@ -28,7 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "part(name, methods): a test for every run and method of a part of the plan")
     option = config.option
     if not option.benchmark:
         option.benchmark_quiet = True  # one tiny round says nothing about time
