@@ -11,7 +11,7 @@ import pytest
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.convergence import ConvergenceConfig, Curve, converge, identity, read_curves, write_curve
 from results.artefacts import Sources
-from results.fig6 import METRICS, fig6, paired_gap, within_rounding
+from results.fig6 import METRICS, drift_ratio, fig6, paired_gap, within_rounding
 from results.render import to_markdown
 
 TINY = ConvergenceConfig(
@@ -57,6 +57,13 @@ def test_rounding_passes_and_staleness_fails():
         within_rounding("absent", found)
 
 
+def test_drift_is_told_relative_to_the_twins():
+    found = curves(nestpipe=1e-8, exact=0.0)
+    ratio = drift_ratio("nestpipe", found)
+    assert 0.5 < ratio.mean < 2 and ratio.low < ratio.mean < ratio.high and len(ratio.each) == 3
+    assert drift_ratio("exact", found).high == 0.0
+
+
 def test_curves_are_stored_and_foreign_files_passed_over(tmp_path):
     curve = made_up("torchrec~ulp", 2, 1e-8)
     write_curve(tmp_path, curve)
@@ -67,7 +74,7 @@ def test_curves_are_stored_and_foreign_files_passed_over(tmp_path):
 
 
 def test_the_figure_and_its_table(tmp_path):
-    for curve in curves(nestpipe=1e-8, uniemb=1e-3):
+    for curve in [*curves(nestpipe=1e-8, uniemb=1e-3), *(made_up("serial(2)", s, 1e-8) for s in (1, 2, 3))]:
         write_curve(tmp_path / "convergence", curve)
     other = dataclasses.replace(made_up("torchrec", 1, 0.0), config={**identity(TINY), "steps": 7})
     write_curve(tmp_path / "convergence", other)  # another setting stays out
@@ -75,9 +82,12 @@ def test_the_figure_and_its_table(tmp_path):
     artefact = fig6(sources)
     (table,), (picture,) = artefact.tables, artefact.pictures
     assert list(table.frame["method"]) == [
-        "real torchrec", "real torchrec, one weight + 1 ulp", "NestPipe", "UniEmb",
+        "real torchrec", "real torchrec, one weight + 1 ulp", "NestPipe", "serial(2)", "UniEmb",
     ]  # fmt: skip
-    row = table.frame.set_index("method").loc["UniEmb"]
+    rows = table.frame.set_index("method")
+    assert list(rows["no more than rounding"]) == ["-", "-", "yes", "yes", "no"]
+    assert "NestPipe against serial(2): losses differ by at most" in table.caption
+    row = rows.loc["UniEmb"]
     assert row["gap HR@10, 1e-3"] == "+1.00 [+1.00, +1.00]" and row["published gap [N], 1e-3"].startswith("HR@10 -2.1")
     assert "UniEmb" in to_markdown(table) and picture.svg.startswith("<?xml") and "3 seeds" in picture.caption
     assert set(table.cells["kind"]) == {"measured"}
