@@ -32,12 +32,20 @@ def evaluate(
     """
     dense: Any = copy.deepcopy(getattr(model, "dense", model)).cpu()  # the copy: training goes on where it was
     item_table = item_table.cpu()
-
-    def score(users: np.ndarray) -> Callable[[int, int], Tensor]:
-        query = _queries(dense, item_table, dataset, users)
-        return lambda low, high: query @ dense.represent(item_table[low:high]).T
+    memory = torch.empty(_USERS * min(_ITEMS, dataset.items))  # fresh pages would cost more than the product
 
     with torch.no_grad():
+        items = dense.represent(item_table)
+
+        def score(users: np.ndarray) -> Callable[[int, int], Tensor]:
+            query = _queries(dense, item_table, dataset, users)
+
+            def block(low: int, high: int) -> Tensor:
+                out = memory[: len(users) * (high - low)].view(len(users), high - low)
+                return torch.mm(query, items[low:high].T, out=out)
+
+            return block
+
         return _summary(_ranks(score, dataset), cutoffs)
 
 
@@ -69,28 +77,36 @@ def _seen(dataset: Dataset, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _ranks(score: Callable[[np.ndarray], Callable[[int, int], Tensor]], dataset: Dataset) -> Tensor:
-    """int64 [users who count]: 1 + unseen items that score higher, or equal with a smaller id."""
-    ranks = [torch.empty(0, dtype=torch.int64)]
+    """int64 [users who count]: 1 + unseen items that score higher, or equal with a smaller id.
+
+    ``score``: users -> (low, high) -> float32 [users, high - low], of items low to high; read before the next call.
+    """
+    ranks = [np.empty(0, dtype=np.int64)]
+    pieces = [(low, min(low + _ITEMS, dataset.items)) for low in range(0, dataset.items, _ITEMS)]
     for users in _chunks(np.flatnonzero(dataset.test_items >= 0)):
-        target = torch.from_numpy(dataset.test_items[users])
-        items, owner = (torch.from_numpy(x) for x in _seen(dataset, users))
-        new = torch.ones(len(users), dtype=torch.bool)
+        target = dataset.test_items[users]
+        items, owner = _seen(dataset, users)
+        owner, items = np.divmod(np.unique(owner * dataset.items + items), dataset.items)  # histories repeat items
+        new = np.ones(len(users), dtype=bool)
         new[owner[items == target[owner]]] = False
-        pieces = [(low, min(low + _ITEMS, dataset.items)) for low in range(0, dataset.items, _ITEMS)]
-        scores, mine = score(users), torch.empty(len(users))
+        scores, mine = score(users), np.empty(len(users), dtype=np.float32)
         for low, high in pieces:
+            block = scores(low, high).numpy()
             here = (target >= low) & (target < high)
-            mine[here] = scores(low, high)[here, target[here] - low]
-        rank = torch.ones(len(users), dtype=torch.int64)
+            mine[here] = block[here, target[here] - low]
+        rank = np.ones(len(users), dtype=np.int64)
         for low, high in pieces:
-            block = scores(low, high)
-            ahead = (block > mine[:, None]) | ((block == mine[:, None]) & (torch.arange(low, high) < target[:, None]))
+            block = block if len(pieces) == 1 else scores(low, high).numpy()
+            for u, row in enumerate(block):  # a row fits in the cache, a block does not
+                before = row[: max(0, target[u] - low)]
+                rank[u] += np.count_nonzero(row > mine[u]) + np.count_nonzero(before == mine[u])
             seen = (items >= low) & (items < high)
-            ahead[owner[seen], items[seen] - low] = False
-            rank += ahead.sum(1)
-        rank = rank[new]
-        ranks.append(rank)
-    return torch.cat(ranks)
+            who, what = owner[seen], items[seen]
+            value = block[who, what - low]
+            ahead = (value > mine[who]) | ((value == mine[who]) & (what < target[who]))
+            rank -= np.bincount(who[ahead], minlength=len(users))
+        ranks.append(rank[new])
+    return torch.from_numpy(np.concatenate(ranks))
 
 
 def _summary(ranks: Tensor, cutoffs: Sequence[int]) -> dict[str, float]:
