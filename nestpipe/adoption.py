@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nestpipe.clustering import clustered
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.foreign import BatchError, ForeignBatches
+from nestpipe.data.foreign import ForeignBatches
 from nestpipe.embedding.torchrec_collections import (
     HandedRows,
     drop_in,
@@ -30,10 +30,11 @@ from nestpipe.embedding.torchrec_collections import (
     read_keys,
     stated_optimizer,
     table_configs,
+    tables_of,
     whole_tables,
 )
 from nestpipe.methods import find_method
-from nestpipe.separable import NotSeparable, require_no_batch_statistics, require_separable_loss
+from nestpipe.separable import require_no_batch_statistics, require_separable_loss
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult, TableConfig, Trainer
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -46,8 +47,15 @@ class _Losses:
     reduction: str
 
     def total(self, output: Any, samples: int) -> Tensor:
-        loss = output[0] if isinstance(output, tuple | list) else output
-        return loss * samples if self.reduction == "mean" else loss.sum()
+        """Raises ValueError for what is no loss."""
+        loss = output[0] if isinstance(output, tuple | list) and len(output) else output
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"the model must return its loss, or (loss, anything); it returned {type(output).__name__}"
+            )
+        if self.reduction == "mean" and loss.numel() != 1:
+            raise ValueError(f"the model returned {loss.numel()} losses, and reduction='mean' takes one: state 'none'")
+        return (loss * samples).reshape(()) if self.reduction == "mean" else loss.sum()
 
 
 class AdoptedModel(nn.Module):
@@ -61,12 +69,16 @@ class AdoptedModel(nn.Module):
         self.model = model
         self._batches, self._losses = batches, losses
         self.outputs: list[Any] = []
-        rows = HandedRows(embeddings)
+        self._rows = HandedRows(embeddings)
         for path, collection in find_collections(model).items():
-            _replace(self, f"model.{path}" if path else "model", drop_in(path, collection, rows))
+            _replace(self, f"model.{path}" if path else "model", drop_in(path, collection, self._rows))
 
     def forward(self, part: Batch) -> Tensor:
-        output = self.model(self._batches.from_batch(part))
+        self._rows.closed = False
+        try:
+            output = self.model(self._batches.from_batch(part))
+        finally:
+            self._rows.closed = True
         if isinstance(output, tuple | list) and len(output) > 1:
             self.outputs.append(_detached(output[1]))
         return self._losses.total(output, len(part))
@@ -98,6 +110,13 @@ class NestPipeline:
         seed: int = 0,
         check: bool = True,
     ) -> None:
+        if micro_batches < 1:
+            raise ValueError(f"micro_batches is {micro_batches}, must be at least 1")
+        if isinstance(dense_optimizer, torch.optim.Optimizer) or not callable(dense_optimizer):
+            raise ValueError(
+                f"dense_optimizer is a {type(dense_optimizer).__name__}; it is to be a function from parameters to an "
+                "optimizer, such as lambda p: torch.optim.AdamW(p)"
+            )
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction '{reduction}' is none of {', '.join(REDUCTIONS)}")
         collections = find_collections(model)
@@ -115,9 +134,18 @@ class NestPipeline:
         self._batches: Iterator[Batch] = iter(())
         self._trainer: Trainer | None = None
         self._adopted: AdoptedModel | None = None
+        self._skeleton: nn.Module = nn.Module()
 
     def progress(self, batches: Iterator[Any]) -> StepResult:
-        """One step. Raises StopIteration once the data of all ranks has ended and every batch is trained."""
+        """One step. Raises StopIteration once the data of all ranks has ended and every batch is trained.
+
+        ``batches``: the same iterator at every step; another one begins another pass over data.
+        """
+        if not isinstance(batches, Iterator):
+            raise ValueError(
+                f"progress takes an iterator, the same at every step, and this is a {type(batches).__name__}: "
+                "batches = iter(loader) before the loop"
+            )
         if self._source is not batches:
             self._source, self._batches = batches, self._converted(batches)
         if self._adopted is not None:
@@ -135,6 +163,20 @@ class NestPipeline:
         if self._trainer is None:
             raise RuntimeError("no batch has been seen yet: the first progress() builds the engine")
         return self._trainer
+
+    def export(self) -> nn.Module:
+        """The model as it was handed in, with its own collections and all that is trained so far: to evaluate or save.
+
+        A copy, on every rank, with whole tables: it must fit in memory. Collective, between steps.
+        """
+        trainer = self.trainer
+        assert self._adopted is not None
+        model = copy.deepcopy(self._skeleton)
+        for collection in find_collections(model).values():
+            for name, table in tables_of(collection).items():
+                table.weight = nn.Parameter(trainer.table(name).clone())
+        model.load_state_dict(self._adopted.model.state_dict(), strict=False)  # tables are not in it
+        return model
 
     def close(self) -> None:
         """End threads and process groups. Collective."""
@@ -166,18 +208,19 @@ class NestPipeline:
             first = foreign.to_batch(example, 0)
             if self._check:
                 self._check_separable(foreign, first)
-        except (BatchError, NotSeparable) as error:
+        except ValueError as error:  # BatchError and NotSeparable among them
             return error
         return None
 
     def _build(self, foreign: ForeignBatches) -> None:
         tables = whole_tables(find_collections(self._model))  # before the drop-ins take their place
+        self._skeleton = _copy_without_tables(self._model, "meta")
 
         def build(embeddings: nn.Module) -> nn.Module:
             self._adopted = AdoptedModel(self._model, embeddings, foreign, self._losses)
             return self._adopted
 
-        spec = ModelSpec(self._tables, build)
+        spec = ModelSpec(self._tables, build, summed=True)
         self._trainer = self._method.build(spec, self._sparse, self._dense, self._seed, self._micro_batches)
         _load(self._trainer, self._tables, tables)
 
@@ -224,10 +267,11 @@ def _raise_on_all_ranks(error: Exception | None) -> None:
         raise error
 
 
-def _copy_without_tables(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose tables are not copied: they are replaced at once."""
-    shared = {id(p): p for collection in find_collections(model).values() for p in collection.parameters()}
-    return copy.deepcopy(model, memo=dict(shared))
+def _copy_without_tables(model: nn.Module, device: str | None = None) -> nn.Module:
+    """A copy of ``model`` whose tables are not copied: they are ``model``'s own, or without values on ``device``."""
+    weights = [p for collection in find_collections(model).values() for p in collection.parameters()]
+    memo = {id(p): p if device is None else nn.Parameter(torch.empty_like(p, device=device)) for p in weights}
+    return copy.deepcopy(model, memo=memo)
 
 
 def _load(trainer: Any, tables: tuple[TableConfig, ...], whole: dict[str, Tensor]) -> None:

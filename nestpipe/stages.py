@@ -168,7 +168,13 @@ class Stages:
         plan = self.plan(op.batch)
         received = self._rings["received"][self._micro("received", op)].requires_grad_()
         self._embeddings.set(received, plan.micro[op.micro - 1].inverse, part)
-        loss = self.model(part).sum() / plan.global_samples
+        losses = self.model(part)
+        if losses.shape != (() if self.spec.summed else (len(part),)):
+            raise ValueError(
+                f"the model returned losses of shape {tuple(losses.shape)} for {len(part)} samples: return one per "
+                f"sample, shape ({len(part)},), not their mean (reduction='none')"
+            )
+        loss = losses.sum() / plan.global_samples
         self._losses[op.batch, op.micro] = float(loss.detach())
         self._rings["activation"][slot] = loss
 

@@ -35,11 +35,13 @@ class ModelSpec:
 
     ``build(embeddings)`` returns the module around an injected embedding module. The module maps a
     batch to float32 losses [samples], one per sample; the trainer divides their sum by the samples
-    of the global batch. Its dense weights must depend on the seed alone.
+    of the global batch. ``summed``: the module gives their sum, a scalar, instead. Its dense weights must
+    depend on the seed alone.
     """
 
     tables: tuple[TableConfig, ...]
     build: Callable[[nn.Module], nn.Module]
+    summed: bool = False
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,11 @@ class ShardLayout:
 
 
 def shard_layout(tables: Sequence[TableConfig], world_size: int) -> ShardLayout:
-    """Equal blocks of every table. Raises ValueError for tables of different dims (one buffer holds all rows)."""
+    """Equal blocks of every table. Raises ValueError for tables of different dims (one buffer holds all rows), and
+    for two of one name."""
+    names = [t.name for t in tables]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two embedding tables are called '{twice}': give each a name of its own")
     if len({t.dim for t in tables}) > 1:
         dims = ", ".join(f"{t.name} {t.dim}" for t in tables)
         raise ValueError(f"all embedding tables must share one embedding dimension, got {dims}")

@@ -18,13 +18,22 @@ from nestpipe.versions import require_torchrec
 
 
 class HandedRows(nn.Module):
-    """The rows that the engine hands out for a micro-batch, by feature; no child modules of their own."""
+    """The rows that the engine hands out for a micro-batch, by feature; no child modules of their own.
+
+    ``closed`` between micro-batches: whoever calls the model then is told what to do.
+    """
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
         self.source = source
+        self.closed = False
 
     def forward(self) -> Mapping[str, Any]:
+        if self.closed:
+            raise RuntimeError(
+                "this model is trained by a NestPipeline, which has its embedding rows: call pipeline.progress, or "
+                "pipeline.export() for a model to evaluate or save"
+            )
         return self.source({})
 
 
@@ -61,7 +70,10 @@ def table_configs(collections: Mapping[str, nn.Module]) -> tuple[TableConfig, ..
             tables.append(TableConfig(config.name, config.num_embeddings, config.embedding_dim, features, scale))
     if len({table.dim for table in tables}) > 1:
         dims = ", ".join(f"{table.name} {table.dim}" for table in tables)
-        raise ValueError(f"tables of unequal dims cannot share the dual buffer yet: {dims}; give all one embedding_dim")
+        raise ValueError(
+            f"tables of unequal dims cannot share the dual buffer yet: {dims}; give all the largest embedding_dim, and "
+            "narrow what comes out by a Linear where the model needs it"
+        )
     return tuple(tables)
 
 
@@ -78,9 +90,13 @@ def whole_tables(collections: Mapping[str, Any]) -> dict[str, Tensor]:
     """Weights [rows, dim] by table, of the collections that hold any (not on the meta device)."""
     found: dict[str, Tensor] = {}
     for collection in collections.values():
-        tables = collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings
-        found |= {name: t.weight.detach() for name, t in tables.items() if not t.weight.is_meta}
+        found |= {name: t.weight.detach() for name, t in tables_of(collection).items() if not t.weight.is_meta}
     return found
+
+
+def tables_of(collection: Any) -> Any:
+    """The modules with a ``weight`` [rows, dim] each, a ModuleDict by table."""
+    return collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings
 
 
 def stated_optimizer(collections: Mapping[str, nn.Module]) -> SparseOptimizer:
@@ -148,9 +164,15 @@ class BagDropIn(_DropIn):
     def forward(self, features: Any) -> Any:
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
+        arrived = self._arrived(features)
+        if self._is_weighted and features.weights_or_none() is None:
+            keys = ", ".join(slot.key for slot in self._slots)
+            raise ValueError(
+                f"the embedding bags of {keys} are weighted, and the batch's KeyedJaggedTensor has no weights"
+            )
         pooled = [
             pool(rows.values(), rows.lengths(), slot.pooling, asked.weights() if self._is_weighted else None)
-            for slot, rows, asked in self._arrived(features)
+            for slot, rows, asked in arrived
         ]
         return KeyedTensor(
             keys=[slot.name for slot in self._slots],
