@@ -167,7 +167,8 @@ def test_duplication_is_interpolated_and_flat_beyond():
         ({"origin": "measured", "flops_per_s": 1e9, "host_row_s": -1.0}, "host_row_s is -1.0"),
         ({"origin": "measured", "flops_per_s": 1e9, "speed": 1}, "unknown key 'speed'"),
         ({"origin": "measured", "flops_per_s": "fast"}, "flops_per_s must be a number, not 'fast'"),
-        ({"origin": "measured"}, "flops_per_s"),
+        ({"origin": "measured"}, "lacks flops_per_s"),
+        ({}, "lacks origin and flops_per_s"),
         ({"origin": "measured", "flops_per_s": math.nan}, "flops_per_s is nan"),
     ],
 )

@@ -133,6 +133,8 @@ def load_profile_text(name_or_path: str) -> dict[str, Any]:
             text = local_profile().read_text(encoding="utf-8")
         elif path.suffix == ".toml" and path.is_file():
             text = path.read_text(encoding="utf-8")
+        elif path.suffix == ".toml":
+            raise ProfileError(f"hardware '{name_or_path}': no such file")
         else:
             known = ", ".join(known_profiles())
             raise ProfileError(f"unknown hardware '{name_or_path}': one of {known}, local, or a .toml file")
@@ -151,6 +153,10 @@ def hardware_from_table(name: str, table: Mapping[str, Any]) -> Hardware:
             raise ProfileError(f"hardware '{name}': {key} must be a table of numbers, not {value!r}")
         if kinds[key] in ("float", "int") and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ProfileError(f"hardware '{name}': {key} must be a number, not {value!r}")
+    if missing := [key for key in ("origin", "flops_per_s") if key not in table]:
+        raise ProfileError(
+            f"hardware '{name}': [hardware] lacks {' and '.join(missing)}; docs/simulator.md lists the keys of a profile"
+        )
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
     try:
         return Hardware(**{"name": name, **values})
