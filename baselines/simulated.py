@@ -31,7 +31,7 @@ BASELINES = (
     SimulatedMethod("torchrec", _torchrec, None, 1),
 )
 
-#: Everything that ``nestpipe simulate`` knows, in the order of the paper's tables.
+#: What the paper's tables hold, in the order of the paper's tables.
 METHODS: Mapping[str, SimulatedMethod] = {
     m.name: m
     for m in (
@@ -44,3 +44,23 @@ METHODS: Mapping[str, SimulatedMethod] = {
         BASELINES[2],
     )
 }
+
+
+def simulated_methods(names: str) -> dict[str, SimulatedMethod]:
+    """METHODS, and those of ``names`` (comma-separated) that are registered besides and are all schedule.
+
+    Left out is what the cost model does not know of: foreign pipelines' own savings, lossy communication.
+    """
+    wanted = {name.strip() for name in names.split(",")} - {*METHODS, "all", ""}
+    if not wanted:
+        return dict(METHODS)
+    from nestpipe.methods import find_method, known_methods  # imports torch, which the others do without
+
+    own = {}
+    for name in sorted(wanted & set(known_methods())):
+        method = find_method(name)
+        ops = method.schedule(2).ops
+        if not method.observed and not any("lossy" in op.marks for op in ops):
+            grouped = any(op.ref.stage == "D" for op in ops)
+            own[name] = SimulatedMethod(name, method.schedule, method.paper_method, method.micro_batches, grouped)
+    return {**METHODS, **own}

@@ -263,3 +263,13 @@ def test_a_schedule_in_a_file_is_a_method(tmp_path):
     path.write_text(to_text(fwp_only(4)))
     records = simulate(SimulateConfig(methods=f"fwp-only,{path}", workers="128", micro_batch=128, steps=2), METHODS)
     assert mean(records[0], "step_ms") == pytest.approx(mean(records[1], "step_ms"))
+
+
+def test_registered_methods_that_are_all_schedule_can_be_simulated():
+    from baselines.simulated import simulated_methods
+
+    known = simulated_methods("serial, nestpipe+2d-sp-exact, torchrec-dedup, nestpipe+bf16, none")
+    assert known.keys() - METHODS.keys() == {"nestpipe+2d-sp-exact"} and known["nestpipe+2d-sp-exact"].grouped
+    assert simulated_methods("all") == METHODS
+    (record,) = simulate(SimulateConfig(methods="nestpipe+2d-sp-exact", workers="128", steps=2), known)
+    assert record.config["groups"] == 4 and record.median["step_ms"] > 0

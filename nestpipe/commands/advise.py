@@ -31,10 +31,10 @@ class AdviseCommand(Scenario):
 
 
 def main(arguments: Sequence[str]) -> int:
-    from baselines.simulated import METHODS
+    from baselines.simulated import simulated_methods
 
     command = tyro.cli(AdviseCommand, prog="nestpipe advise", args=arguments)
-    advice = advise(command, METHODS, command.workers, command.reach)
+    advice = advise(command, simulated_methods(command.methods), command.workers, command.reach)
     out = wide_console()
     out.print(_table(advice, command))
     for line in _sentences(advice):

@@ -28,11 +28,11 @@ class SimulateCommand(SimulateConfig):
 
 
 def main(arguments: Sequence[str]) -> int:
-    from baselines.simulated import METHODS
+    from baselines.simulated import simulated_methods
 
     command = tyro.cli(SimulateCommand, prog="nestpipe simulate", args=arguments)
     config = SimulateConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(SimulateConfig)})
-    records = simulate(config, METHODS)
+    records = simulate(config, simulated_methods(config.methods))
     out = wide_console()
     out.print(table(records))
     if {r.method for r in records} & {"torchrec"} and not {r.method for r in records} & {"serial"}:

@@ -155,7 +155,7 @@ def hardware_from_table(name: str, table: Mapping[str, Any]) -> Hardware:
             raise ProfileError(f"hardware '{name}': {key} must be a number, not {value!r}")
     if missing := [key for key in ("origin", "flops_per_s") if key not in table]:
         raise ProfileError(
-            f"hardware '{name}': [hardware] lacks {' and '.join(missing)}; docs/simulator.md lists the keys of a profile"
+            f"hardware '{name}': [hardware] lacks {' and '.join(missing)}; docs/simulator.md lists a profile's keys"
         )
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
     try:

@@ -75,7 +75,9 @@ def select(names: str, known: Mapping[str, SimulatedMethod]) -> list[SimulatedMe
     known = {**known, **own}
     for name in chosen:
         if name not in known:
-            raise UnknownMethod(f"unknown method '{name}': one of {', '.join(known)}, or all")
+            raise UnknownMethod(
+                f"unknown method '{name}': one of {', '.join(known)}, or all; or one of your own, registered or a file"
+            )
     if not chosen:
         raise UnknownMethod(f"no method named: one or more of {', '.join(known)}, or all")
     return [known[name] for name in dict.fromkeys(chosen)]

@@ -25,7 +25,7 @@ class Scenario:
     hardware: str = "npu-1536-industrial"
     """A shipped profile (npu-1536-industrial, gpu-128-kuairand, h100-ib), `local` (see calibrate), or a .toml file."""
     methods: str = "all"
-    """Comma-separated methods, or all."""
+    """Comma-separated methods (registered ones of your own and schedule files too), or all of the paper's."""
     micro_batch: int | None = None
     """Samples per micro-batch, for methods with a frozen window (default: an eighth of the batch; `advise` chooses)."""
     batch_size: int | None = None
