@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from baselines.torchrec_sharding import FUSED
+from baselines.torchrec_sharding import FUSED, shards
 from nestpipe.data.criteo import DENSE_FEATURES, FEATURES, criteo_batches, criteo_tables
 from nestpipe.data.keyed import to_keyed_jagged_tensor
 from nestpipe.trainer import SparseOptimizer
@@ -67,7 +67,11 @@ def sharded_bags(model: nn.Module) -> ShardedEmbeddingBagCollection:
 
 
 def sharded(model: nn.Module, optimizer: SparseOptimizer) -> DistributedModelParallel:
-    """``model`` under DistributedModelParallel: tables row-wise, the fused kernel, which a CPU must be told."""
+    """``model`` under DistributedModelParallel: tables row-wise, the fused kernel, which a CPU must be told.
+
+    Sharding draws the tables anew; here they keep ``model``'s weights, so that both examples start alike.
+    """
+    start = {name: bag.weight.detach().clone() for name, bag in bags_of(model).embedding_bags.items()}
     fused = {"optimizer": FUSED[optimizer.name], "learning_rate": optimizer.lr, "eps": optimizer.eps}
     sharder, world = EmbeddingBagCollectionSharder(fused_params=fused), dist.get_world_size()
     path, collection = next((p, m) for p, m in model.named_modules() if isinstance(m, EmbeddingBagCollection))
@@ -79,13 +83,17 @@ def sharded(model: nn.Module, optimizer: SparseOptimizer) -> DistributedModelPar
         world_size=world,
         device_type="cpu",
     )
-    return DistributedModelParallel(
+    dmp = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=CPU,
         plan=ShardingPlan({path: plan}),
         sharders=[sharder],
     )
+    for shard in shards(sharded_bags(dmp)):
+        with torch.no_grad():
+            shard.weight.copy_(start[shard.table][shard.first : shard.first + len(shard.weight)])
+    return dmp
 
 
 def torchrec_optimizer(model: DistributedModelParallel) -> CombinedOptimizer:

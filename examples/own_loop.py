@@ -52,7 +52,7 @@ def main() -> None:
         while True:
             result = trainer.progress(source)  # StopIteration once every rank's data has ended
             if rank == 0 and result.step % 10 == 0:
-                print(f"step {result.step}: loss {result.loss:.4f} on this rank, {result.samples} samples")
+                print(f"step {result.step}: loss {result.loss:.4f} (this rank's share), {result.samples} samples")
     except StopIteration:
         print(f"rank {rank}: user table {tuple(trainer.table('user').shape)} after {result.step + 1} steps")
     finally:

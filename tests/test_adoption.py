@@ -323,9 +323,6 @@ def dlrm_losses(steps: int, micro_batches: int, rule: str):
 
     dmp, pipeline = common.torchrec_pipeline(model, optimizer)
     collection = common.sharded_bags(dmp)
-    for shard in shards(collection):
-        with torch.no_grad():
-            shard.weight.copy_(start[shard.table][shard.first : shard.first + len(shard.weight)])
     source = common.criteo(rank, world, steps)
     theirs = [float(pipeline.progress(source)[0]) for _ in range(steps)]
     tables = {name: torch.zeros_like(weight) for name, weight in start.items()}
