@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,46 @@ def record_from_json(data: Any, source: str = "record") -> Record:
     if data["kind"] not in KINDS:
         raise RecordError(f"{source}: kind {data['kind']!r} is none of {', '.join(KINDS)}")
     metrics = {name: data[name] for name in METRICS if name in data}
+    _require_kinds(data, metrics, source)
     return Record(**{name: data[name] for name in names if name in data}, metrics=metrics)
+
+
+#: What each field of a record must be, for those who read it; ``paper_method`` may be null as well.
+_FIELD_KINDS: Mapping[str, tuple[type, ...]] = {
+    "method": (str,),
+    "paper_method": (str, NoneType),
+    "workers": (int,),
+    "seed": (int,),
+    "config": (dict,),
+    "steps": (list,),
+    "losses": (list,),
+    "paced": (bool,),
+    "testbed": (str,),
+    "evaluation": (dict,),
+    "notes": (list,),
+    "provenance": (dict,),
+}
+
+
+def _require_kinds(data: Mapping[str, Any], metrics: Mapping[str, Any], source: str) -> None:
+    """Raises RecordError where a value is of another kind: a file edited by hand, or of a foreign writer."""
+    for name, kinds in _FIELD_KINDS.items():
+        if name in data and type(data[name]) not in kinds:
+            raise RecordError(f"{source}: {name} is {_short(data[name])}, expected {kinds[0].__name__}")
+    wanted = {"measured": ("micro_batches", "data", "model"), "simulated": ("micro_batches", "hardware", "workload")}
+    if lacking := [name for name in wanted.get(data["kind"], ()) if name not in data["config"]]:
+        raise RecordError(f"{source}: its config lacks {', '.join(lacking)}")
+    for name, values in {"steps": data["steps"], "losses": data.get("losses", []), **metrics}.items():
+        numbers = {int} if name == "steps" else {int, float}
+        if type(values) is not list or not set(map(type, values)) <= numbers:
+            raise RecordError(f"{source}: {name} is {_short(values)}, expected a list of numbers")
+        if name in metrics and len(values) not in (0, len(data["steps"])):
+            raise RecordError(f"{source}: {name} has {len(values)} values for {len(data['steps'])} steps")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def metrics_from_times(times: StepTimes, keep: Sequence[int], samples: Mapping[int, float]) -> dict[str, list[float]]:
@@ -177,6 +217,9 @@ def require_writable(path: Path) -> None:
     """Try to write the file ``path`` and leave nothing there but its folder. Raises RecordError with the reason."""
     if path.is_dir():
         raise RecordError(f"cannot write {path}: it is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        return  # a pipe or a device is written to as it is
+    path = path.resolve()
     require_writable_folder(path.parent)
 
 
@@ -193,7 +236,14 @@ def require_writable_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file is there whole or not at all. Raises OSError, with nothing left behind, where it cannot be written."""
+    """The file is there whole or not at all. Raises OSError, with nothing left behind, where it cannot be written.
+
+    A link stays one, and what is no file (``/dev/stdout``, a pipe) is written to, not put away.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -229,6 +279,6 @@ class Store:
                 records.append(record_from_json(json.loads(path.read_text(encoding="utf-8")), path.name))
             except RecordError as error:
                 skipped.append(str(error))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 skipped.append(f"{path.name}: cannot be read as JSON ({error}); remove it or run it again")
         return records, skipped

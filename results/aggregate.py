@@ -39,6 +39,8 @@ PAPER_LABELS: Mapping[str, str] = {
 }
 #: What may differ between methods that are compared, so belongs to no setting.
 _NOT_SETTING = ("micro_batches", "clustering")
+#: For a value that a record of another version does not have.
+NOT_SAID = "not said"
 #: Same setting, measured longer or again.
 _NOT_CONDITIONS = ("steps", "rounds", "evaluate")
 
@@ -75,6 +77,8 @@ def _from_benchmark(path: Path) -> dict[str, tuple[Record, ...]]:
 
 def sources_from(folder: Path, records: Path | None = None) -> Sources:
     """Everything under ``folder`` (records in ``records`` or its subfolder of that name). Raises RecordError."""
+    if records is not None and not records.exists():
+        raise RecordError(f"{records}: no such folder or file; correct --records")
     parts, skipped = read_parts(records or folder / "records")
     return Sources(parts, tuple(load_published()), folder, tuple(skipped))
 
@@ -158,6 +162,28 @@ def step_frame(records: Iterable[Record]) -> pd.DataFrame:
     if not frames:
         return pd.DataFrame(columns=[*columns, *METRICS])
     return pd.concat(frames, ignore_index=True).reindex(columns=[*columns, *METRICS])
+
+
+def told_apart(steps: pd.DataFrame) -> pd.DataFrame:
+    """``steps`` with conditions that name one setting each: where two read alike, what differs between them is added.
+
+    A store that holds a run of another size beside the first (``--size tiny``, then full) has such settings.
+    """
+    names: dict[str, str] = {}
+    for _, alike in steps.drop_duplicates("setting").groupby("conditions", sort=True):
+        flat = {text: _flat("", json.loads(text)[-1]) for text in alike["setting"]}
+        keys = sorted({key for one in flat.values() for key in one})
+        differ = [key for key in keys if len({str(one.get(key)) for one in flat.values()}) > 1]
+        for text, conditions in zip(alike["setting"], alike["conditions"], strict=True):
+            names[text] = ", ".join([conditions, *(f"{key} {flat[text].get(key, NOT_SAID)}" for key in differ)])
+    return steps.assign(conditions=steps["setting"].map(names))
+
+
+def _flat(prefix: str, value: Any) -> dict[str, Any]:
+    """Values of nested mappings by the last of their names; lists count as one value."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {key: one for name, part in value.items() for key, one in _flat(name, part).items()}
 
 
 _GROUP = ["setting", "conditions", "workers", "label"]

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from nestpipe.records import Record
-from results.aggregate import describe, label_of, medians, order_of, ratios, step_frame
+from results.aggregate import describe, label_of, medians, order_of, ratios, step_frame, told_apart
 from results.artefacts import Mismatch, Table, distinct
 
 #: Columns of the long form. ``low``, ``high``: quartiles over steps, or the range over rounds for a speed-up.
@@ -118,7 +118,7 @@ def measured_cells(
     records: Sequence[Record], metrics: Sequence[Metric], base_workers: int | None = None
 ) -> pd.DataFrame:
     """Medians over steps and spread, per setting; speed-up over serial within a session."""
-    steps = step_frame(r for r in records if r.kind == "measured")
+    steps = told_apart(step_frame(r for r in records if r.kind == "measured"))
     names = {m.measured: m for m in metrics if m.measured}
     plain = [name for name in names if name not in ("speedup", "scaling")]
     frames = [medians(steps, plain)]

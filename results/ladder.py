@@ -8,7 +8,7 @@ from itertools import pairwise
 import pandas as pd
 
 from nestpipe.records import Record
-from results.aggregate import LABELS, label_of, medians, order_of, ratios, step_frame
+from results.aggregate import LABELS, label_of, medians, order_of, ratios, step_frame, told_apart
 from results.artefacts import NPU, TWO, Artefact, Mismatch, Sources, Table, distinct
 from results.cells import CELLS, NOTHING, shown
 from results.series import simulated_means
@@ -21,7 +21,7 @@ BASES = ("TorchRec (serial)", "serial(8)", LABELS["torchrec"], LABELS["torchrec-
 def ladder(sources: Sources) -> Artefact:
     """Each technique added in turn; then NestPipe's speed-up over every baseline, per round."""
     records = [r for r in sources.of(TWO) if r.kind == "measured"]
-    steps = step_frame(records)
+    steps = told_apart(step_frame(records))
     tables = [*_ladder_tables(steps), *_ratio_tables(records, steps), _simulated(sources)]
     return Artefact(
         "ladder",

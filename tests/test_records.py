@@ -29,7 +29,7 @@ RECORD = Record(
     paper_method="NestPipe",
     workers=2,
     seed=1,
-    config={"micro_batches": 8, "data": {"dataset": "synthetic"}},
+    config={"micro_batches": 8, "data": {"dataset": "synthetic"}, "model": {"width": 8}},
     steps=[4, 5, 6],
     metrics={"step_ms": [3.0, 1.0, 10.0], "qps": [100.0, 300.0, 200.0], "exposed_vs_serial": []},
     losses=[4.0, 3.5, 3.0],
@@ -77,7 +77,8 @@ def test_key_does_not_depend_on_what_came_out_or_on_order():
         notes=[],
         config={"data": {"dataset": "synthetic"}, "micro_batches": 8},
     )
-    assert other.key == RECORD.key == "29edc8103de65e30"  # pinned: stored records keep their names
+    before = dataclasses.replace(RECORD, config={"micro_batches": 8, "data": {"dataset": "synthetic"}})
+    assert other.key == before.key == "29edc8103de65e30"  # pinned: stored records keep their names
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,17 @@ def test_key_does_not_depend_on_what_came_out_or_on_order():
         ([1, 2], "found 'list'"),
         ({"schema": SCHEMA, "kind": "measured"}, "lacks config, method, seed, steps, workers"),
         ({**RECORD.to_json(), "kind": "guessed"}, "kind 'guessed' is none of published, simulated, measured"),
+        ({**RECORD.to_json(), "config": [1]}, "config is [1], expected dict"),
+        ({**RECORD.to_json(), "config": {"data": {}}}, "its config lacks micro_batches, model"),
+        ({**RECORD.to_json(), "kind": "simulated"}, "its config lacks hardware, workload"),
+        ({**RECORD.to_json(), "method": 5}, "method is 5, expected str"),
+        ({**RECORD.to_json(), "workers": "two"}, "workers is 'two', expected int"),
+        ({**RECORD.to_json(), "testbed": None}, "testbed is None, expected str"),
+        ({**RECORD.to_json(), "notes": 7}, "notes is 7, expected list"),
+        ({**RECORD.to_json(), "steps": "abc"}, "steps is 'abc', expected list"),
+        ({**RECORD.to_json(), "losses": ["x"]}, "losses is ['x'], expected a list of numbers"),
+        ({**RECORD.to_json(), "step_ms": [None, 1.0, 2.0]}, "step_ms is [None, 1.0, 2.0], expected a list of numbers"),
+        ({**RECORD.to_json(), "step_ms": [1.0]}, "step_ms has 1 values for 3 steps"),
     ],
 )
 def test_foreign_files_are_refused_by_name(data, reason):
@@ -168,3 +180,40 @@ def test_where_nothing_can_be_written_is_said_before_anything_runs(tmp_path):
         require_writable(tmp_path / "file" / "out.json")
     with pytest.raises(RecordError, match="is a folder"):
         require_writable(tmp_path)
+
+
+def test_unreadable_files_of_every_kind_are_named_and_the_rest_is_read(tmp_path):
+    whole = Store(tmp_path).write(RECORD)
+    text = whole.read_text()
+    broken = {
+        "half": text[: len(text) // 2].encode(),
+        "binary": b"\xff\xfe\x00",
+        "empty": b"",
+        "deep": b"[" * 100_000,
+        "long": b'{"schema": ' + b"9" * 5000 + b"}",
+    }
+    for name, content in broken.items():
+        (tmp_path / f"z-{name}.json").write_bytes(content)
+    (tmp_path / "z-folder.json").mkdir()
+    (tmp_path / "z-link.json").symlink_to("nowhere")
+    (tmp_path / "crlf.json").write_bytes(text.replace("\n", "\r\n").encode())
+    records, skipped = Store(tmp_path).read()
+    assert records == [RECORD, RECORD]
+    assert sorted(s.split(".json:")[0] for s in skipped) == sorted(f"z-{n}" for n in (*broken, "folder", "link"))
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link, pipe = tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to("elsewhere/there.json")
+    require_writable(link)
+    write_atomically(link, "text")
+    assert link.is_symlink() and (tmp_path / "elsewhere" / "there.json").read_text() == "text"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        require_writable(pipe)
+        write_atomically(pipe, "text")
+        assert os.read(reader, 10) == b"text" and pipe.is_fifo()
+    finally:
+        os.close(reader)

@@ -92,6 +92,24 @@ def test_a_foreign_schema_is_refused_with_a_message_and_a_half_written_record_na
     assert len(make("table2", sources).tables[0].frame) > 20
 
 
+def test_two_settings_that_read_alike_stand_in_columns_of_their_own(folder):
+    """As where ``--size tiny`` and full runs share a folder: the conditions in words are the same."""
+    for record in session(embedding_dim=17):
+        Store(folder / "records" / "two-hosts").write(record)
+    sources = sources_from(folder)
+    for name in TABLES:
+        for table in make(name, sources).tables:
+            here = table.cells[(table.cells["kind"] == "measured") & (table.cells["metric"] == "step latency")]
+            assert not here.duplicated(["conditions", "workers", "label"]).any()
+    titles = [table.title for table in make("ladder", sources).tables]
+    assert any("embedding_dim 17" in title for title in titles) and any("embedding_dim 128" in t for t in titles)
+
+
+def test_records_that_are_nowhere_are_an_error(folder):
+    with pytest.raises(RecordError, match=r"nowhere: no such folder or file; correct --records"):
+        sources_from(folder, folder / "nowhere")
+
+
 def test_no_column_mixes_kinds(folder):
     for name in TABLES:
         for table in make(name, sources_from(folder)).tables:

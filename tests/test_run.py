@@ -362,7 +362,8 @@ def test_a_file_that_cannot_be_written_in_the_end_does_not_cost_the_others(tmp_p
     from nestpipe.run import MethodRun
 
     metrics = {"step_ms": [1.0]}
-    record = Record("measured", "serial", None, 1, 1, {}, [4], metrics, losses=[1.0], notes=[])
+    config = {"micro_batches": 1, "data": {}, "model": {}}
+    record = Record("measured", "serial", None, 1, 1, config, [4], metrics, losses=[1.0], notes=[])
     monkeypatch.setattr(command, "run", lambda config, progress: [MethodRun(record, [])])
     monkeypatch.setattr(command, "require_writable", lambda path: None)
     (tmp_path / "file").write_text("")

@@ -79,7 +79,8 @@ def submit(capsys, *words: str) -> str:
 
 def record(seed: int = 1) -> Record:
     metrics = {name: [1.0, 2.0] for name in METRICS}
-    return Record("measured", "nestpipe", "NestPipe", 2, seed, {"steps": 2}, [4, 5], metrics, [3.0] * 6)
+    config = {"steps": 2, "micro_batches": 8, "data": {}, "model": {}}
+    return Record("measured", "nestpipe", "NestPipe", 2, seed, config, [4, 5], metrics, [3.0] * 6)
 
 
 def finish(slurm: FakeSlurm, folder, seed: int) -> None:
@@ -299,7 +300,8 @@ def test_a_store_that_cannot_be_written_is_one_line_and_loses_nothing(slurm, swe
 
 def test_collect_of_2000_records(tmp_path, monkeypatch):
     sweep = SweepFolder(tmp_path / "sweep")
-    example = dataclasses.replace(record(), metrics={name: [1.5] * 50 for name in METRICS}, losses=[1.0] * 50)
+    metrics = {name: [1.5] * 50 for name in METRICS}
+    example = dataclasses.replace(record(), steps=list(range(50)), metrics=metrics, losses=[1.0] * 50)
     for seed in range(2000):
         folder = sweep.point(f"{seed:012x}").path / "result"
         folder.mkdir(parents=True)
