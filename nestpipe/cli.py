@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage="nestpipe COMMAND [options]",
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # no sign that a locale lacks may cost a run its results
+            stream.reconfigure(errors="replace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _run(parser.parse_args(words[:1]).command, words[1:])
@@ -55,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(name: str, arguments: Sequence[str]) -> int:
     try:
         command = importlib.import_module(COMMANDS[name][0])
+    except KeyboardInterrupt:  # imports take seconds
+        return _fail(name, "interrupted before anything had started", 130)
     except ModuleNotFoundError as error:
         return _fail(name, f"needs the package '{error.name}': pip install 'nestpipe[all]', or 'make setup'", 2)
     try:
@@ -68,10 +74,12 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         return _fail(name, "interrupted; all ranks have ended", 130)
     except BrokenPipeError:
         raise
-    except (ValueError, OSError, RuntimeError) as error:
+    except MemoryError as error:
+        return _fail(name, f"out of memory; choose smaller sizes ({' '.join(str(error).split())})", 1)
+    except (ValueError, OSError, RuntimeError, OverflowError) as error:
         if os.environ.get("NESTPIPE_TRACEBACK"):
             raise
-        return _fail(name, str(error) or repr(error), 2 if isinstance(error, ValueError) else 1)
+        return _fail(name, str(error) or repr(error), 2 if isinstance(error, ValueError | OverflowError) else 1)
 
 
 def _flush() -> None:

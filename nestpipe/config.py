@@ -10,6 +10,25 @@ from typing import Literal
 PACED_FORWARD = 1 / 3
 
 
+#: Far beyond what anybody trains: a slip of the keyboard is said at once, not by a machine that runs out of memory.
+LIMITS = {
+    "batch_size": 1 << 20,
+    "negatives": 1 << 20,
+    "interest_clusters": 1 << 20,
+    "users": 1 << 30,
+    "embedding_dim": 1 << 16,
+    "dense_layers": 1 << 10,
+    "heads": 1 << 10,
+    "width": 1 << 16,
+    "sequence_length": 1 << 20,
+}
+
+
+def _require_size(name: str, value: int, least: int = 1) -> None:
+    _require(value >= least, f"{name} is {value}; it must be at least {least}")
+    _require(value <= LIMITS[name], f"{name} is {value}; it must be at most {LIMITS[name]}")
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
@@ -42,9 +61,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require(0 < self.data_scale < math.inf, f"data_scale is {self.data_scale}; it must be a number above 0")
-        _require(self.users is None or self.users >= 2, f"users is {self.users}; it must be at least 2")
+        _require(self.data_scale <= 100, f"data_scale is {self.data_scale}; it must be at most 100")
+        if self.users is not None:
+            _require_size("users", self.users, least=2)
         for name in ("interest_clusters", "batch_size", "negatives"):
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+            _require_size(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -66,7 +87,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("embedding_dim", "dense_layers", "heads", "width", "sequence_length"):
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+            _require_size(name, getattr(self, name))
         _require(self.width % self.heads == 0, f"width {self.width} is not divisible by heads {self.heads}")
 
 

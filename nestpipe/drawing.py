@@ -46,8 +46,13 @@ def grid(template: Schedule) -> str:
 
 
 def step_by_step(template: Schedule) -> Schedule:
-    """As the engine is driven: a step is handed to the lanes when the compute lane has done the step before."""
-    last = next(op.ref for op in reversed(template.ops) if op.lane == "compute")
+    """As the engine is driven: a step is handed to the lanes when the compute lane has done the step before.
+
+    Raises ValueError where no operation computes.
+    """
+    last = next((op.ref for op in reversed(template.ops) if op.lane == "compute"), None)
+    if last is None:
+        raise ValueError(f"{template.name}: no operation is on the lane 'compute', so a step has no end; add one")
     before = last._replace(batch=last.batch - 1)
     return replace(template, ops=tuple(replace(op, after=(*op.after, before)) for op in template.ops))
 

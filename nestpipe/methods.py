@@ -15,7 +15,7 @@ from importlib import metadata
 
 from nestpipe import schedule
 from nestpipe.engine import Engine
-from nestpipe.schedule import Schedule
+from nestpipe.schedule import MOST_MICRO_BATCHES, Schedule
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, Trainer
 
 Build = Callable[[ModelSpec, SparseOptimizer, DenseOptimizer, int, int], Trainer]
@@ -114,10 +114,16 @@ def find_method(name: str) -> Method:
             raise UnknownMethod(f"unknown method '{name}', one of {', '.join(known_methods())}")
         try:
             method = entries[plain].load()
-        except (ImportError, AttributeError) as error:
-            raise UnknownMethod(f"method '{plain}' ({entries[plain].value}) cannot be loaded: {error}") from error
+        except (Exception, SystemExit) as error:  # whatever a foreign module raises as it is imported
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UnknownMethod(f"method '{plain}' ({entries[plain].value}) cannot be loaded: {what}") from error
+        if not isinstance(method, Method):
+            found = type(method).__name__
+            raise UnknownMethod(f"method '{plain}' ({entries[plain].value}) is of type {found}, not a nestpipe Method")
     if micro_batches is None:
         return method
+    if int(micro_batches) > MOST_MICRO_BATCHES:
+        raise UnknownMethod(f"'{name}': micro-batches must be at most {MOST_MICRO_BATCHES}")
     if method.observed or method.name in ("dbp-only", "uniemb") or int(micro_batches) < 1:
         raise UnknownMethod(f"'{name}': {method.name} cannot run {micro_batches} micro-batches")
     chosen = int(micro_batches)

@@ -18,6 +18,7 @@ from nestpipe.data.loader import load_dataset
 from nestpipe.launch import RankError, RankPool
 from nestpipe.methods import Method, MethodOptions, find_method
 from nestpipe.records import METRICS, Record, metrics_from_times, provenance
+from nestpipe.schedule import MOST_MICRO_BATCHES
 from nestpipe.testbed import parse_testbed
 from nestpipe.trace import Timeline, observed_timelines, scheduled_timeline
 from nestpipe.training import (
@@ -106,6 +107,12 @@ class RunConfig:
         return [find_method(name).under(options) for name in self.method_names]
 
 
+#: Of an option of `nestpipe run`; of those with a limit of their own; of a wait in one piece (int milliseconds).
+MOST = 2**31 - 1
+LIMITS = {"--workers": 8192, "--micro-batches": MOST_MICRO_BATCHES}
+LONGEST_S = 2_000_000
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be run; one line."""
 
@@ -139,14 +146,20 @@ def validate(config: RunConfig) -> list[Method]:
     for option, value in positive.items():
         if value < 1:
             raise ConfigError(f"{option} must be at least 1, not {value}")
+        if value > LIMITS.get(option, MOST):
+            raise ConfigError(f"{option} must be at most {LIMITS.get(option, MOST)}, not {value}")
     if config.rounds > config.steps:
         raise ConfigError(f"--rounds {config.rounds} is more than --steps {config.steps}")
     if not 0 <= config.pace_dense < math.inf:
         raise ConfigError(f"--pace-dense must be 0 or more milliseconds, not {config.pace_dense}")
     if not config.timeout > 0:
         raise ConfigError(f"--timeout must be above 0 seconds, not {config.timeout}")
+    if config.timeout > LONGEST_S:
+        raise ConfigError(f"--timeout must be at most {LONGEST_S} seconds (23 days), not {config.timeout:g}")
     if config.seed < 0:
         raise ConfigError(f"--seed must not be negative, got {config.seed}")
+    if config.seed > MOST:
+        raise ConfigError(f"--seed must be at most {MOST}, got {config.seed}")
     parse_testbed(config.testbed)
     if (config.checkpoint_every or config.resume) and not config.checkpoint:
         raise ConfigError("--checkpoint-every and --resume need a folder: --checkpoint DIR")
@@ -162,7 +175,7 @@ def validate(config: RunConfig) -> list[Method]:
 def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
     """Run on real rank processes.
 
-    Raises ConfigError, UnknownMethod, DataError, TestbedUnavailable, CheckpointError or RankError.
+    Raises ConfigError, UnknownMethod, DataError, TestbedUnavailable, CheckpointError, MemoryError or RankError.
     """
     methods = validate(config)
     testbed = parse_testbed(config.testbed)
@@ -182,6 +195,8 @@ def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
         kind, _, what = error.failures[0].what.partition(": ") if error.failures else ("", "", "")
         if kind == CheckpointError.__name__:  # its one line says all
             raise CheckpointError(what) from None
+        if kind.endswith("MemoryError") or "can't allocate memory" in what:
+            raise MemoryError(f"rank {error.failures[0].rank}: {what}") from None
         raise
     return _method_runs(config, methods, ranks, notes)
 

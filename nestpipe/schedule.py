@@ -12,6 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+#: The largest window that schedules are made for; far more take minutes and gigabytes to lay out and check.
+MOST_MICRO_BATCHES = 1024
+
 
 @dataclass(frozen=True)
 class Stage:

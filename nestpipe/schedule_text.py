@@ -13,8 +13,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nestpipe.schedule import BATCH_RINGS, GLOBALS, MICRO_RINGS, STAGES, Op, Schedule, op, parse_ref, schedule
+from nestpipe.schedule import (
+    BATCH_RINGS,
+    GLOBALS,
+    MICRO_RINGS,
+    MOST_MICRO_BATCHES,
+    STAGES,
+    Op,
+    Schedule,
+    op,
+    parse_ref,
+    schedule,
+)
 
+# A schedule is unrolled over the batches it spans, so an offset costs time and memory.
+_MOST_AHEAD = 64
+_MOST_CHARACTERS = 4 << 20
 KEYWORDS = ("after", "reads", "writes", "marks")
 
 
@@ -70,7 +84,11 @@ def parse(text: str, source: str = "schedule") -> Schedule:
 def load(path: str | Path) -> Schedule:
     """Parse a file. Raises ScheduleError, also where the file cannot be read."""
     try:
-        return parse(Path(path).read_text(encoding="utf-8"), str(path))
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
+        if len(text) > _MOST_CHARACTERS:
+            raise ScheduleError(f"{path}: is no schedule: more than {_MOST_CHARACTERS} characters")
+        return parse(text, str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"{path}: cannot be read as a schedule: {error}") from None
 
@@ -79,13 +97,18 @@ def _setting(word: str, known: tuple[str, ...]) -> tuple[str, int]:
     key, _, value = word.partition("=")
     if key not in known:
         raise ValueError(f"unknown setting '{key}', expected one of {' '.join(known)}")
-    if not value.isdecimal() or int(value) < 1:
-        raise ValueError(f"'{word}': expected a whole number of at least 1, as in {key}=2")
+    if not value.isdecimal() or not 1 <= int(value[:9]) <= MOST_MICRO_BATCHES:
+        raise ValueError(f"'{word}': expected a whole number from 1 to {MOST_MICRO_BATCHES}, as in {key}=2")
     return key, int(value)
 
 
+def _require_near(text: str) -> None:
+    if abs(parse_ref(text).batch) > _MOST_AHEAD:
+        raise ValueError(f"'{text}': expected an offset of at most {_MOST_AHEAD} batches")
+
+
 def _operation(words: list[str]) -> Op:
-    parse_ref(words[0])
+    _require_near(words[0])
     if len(words) < 2 or words[1] in KEYWORDS:
         raise ValueError(f"'{words[0]}': expected its lane next, as in '{words[0]} {STAGES[words[0][0]].lane}'")
     parts: dict[str, list[str]] = {}
@@ -97,6 +120,8 @@ def _operation(words: list[str]) -> Op:
             raise ValueError(f"'{word}': expected one of {' '.join(KEYWORDS)}")
         elif word != "-":
             current.append(word)
+    for text in parts.get("after", ()):
+        _require_near(text)
     known = (*BATCH_RINGS, *MICRO_RINGS, *GLOBALS)
     for resource in (*parts.get("reads", ()), *parts.get("writes", ())):
         if resource.removesuffix("-1") not in known:

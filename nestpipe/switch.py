@@ -81,7 +81,13 @@ def compiled_switch() -> pathlib.Path:
         raise TestbedUnavailable(
             f"a netns testbed compiles a small C program and finds no compiler: apt install gcc libc6-dev, {FALL_BACK}"
         )
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TestbedUnavailable(
+            f"a netns testbed keeps a small program in {cache}, and cannot ({error.strerror}): "
+            f"name a folder with XDG_CACHE_HOME, {FALL_BACK}"
+        ) from None
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         built = pathlib.Path(scratch) / "switch"
         done = subprocess.run([compiler, "-O2", "-o", built, source], capture_output=True, text=True)

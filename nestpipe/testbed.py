@@ -45,6 +45,8 @@ __all__ = [
 SUBNET = "10.77.0"
 MAX_HOSTS = 250
 RATE_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+LEAST_RATE, MOST_RATE = 1e3, 1e12
+MOST_DELAY_S = 10.0
 DELAY_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -230,7 +232,10 @@ def parse_rate(text: str) -> float:
         return 0.0
     if match is None or float(match[1]) == 0:
         raise ValueError(f"rate {text!r}: write a number with kbit, mbit or gbit, e.g. 200mbit, or none")
-    return float(match[1]) * RATE_UNITS[match[2]]
+    rate_bit_s = float(match[1]) * RATE_UNITS[match[2]]
+    if not LEAST_RATE <= rate_bit_s <= MOST_RATE:
+        raise ValueError(f"rate {text!r}: write one from 1kbit to 1000gbit, or none")
+    return rate_bit_s
 
 
 def parse_delay(text: str) -> float:
@@ -240,7 +245,10 @@ def parse_delay(text: str) -> float:
         return 0.0
     if match is None:
         raise ValueError(f"delay {text!r}: write a number with us, ms or s, e.g. 1ms")
-    return float(match[1]) * DELAY_UNITS[match[2]]
+    delay_s = float(match[1]) * DELAY_UNITS[match[2]]
+    if delay_s > MOST_DELAY_S:
+        raise ValueError(f"delay {text!r}: write at most {MOST_DELAY_S:g}s; ranks give up on a slower link")
+    return delay_s
 
 
 def _rate_text(rate_bit_s: float) -> str:

@@ -108,6 +108,8 @@ def _cluster(source: Source, changes: Mapping[str, Any]) -> Cluster:
     for key in ("tasks_per_node", "time", "parallelism"):
         if getattr(cluster, key) < 1:
             raise source.error(f"{key} is {getattr(cluster, key)}; it must be at least 1", "cluster", 0, key)
+    for key in sorted(k for k, v in changes.items() if isinstance(v, int) and v < 0):
+        raise GridError(f"--{key.replace('_', '-')} is {changes[key]}; it must be at least 0")
     if cluster.signal_delay_s >= cluster.time * 60:
         text = f"signal_delay_s of {cluster.signal_delay_s} leaves no time in {cluster.time} min; make it shorter"
         raise source.error(text, "cluster", 0, "signal_delay_s")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ import torch
 from engine_runs import SPEC, Outcome, Setting, differences, make_batches, train
 
 from nestpipe import cli
+from nestpipe.config import LIMITS
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.engine import Engine
 from nestpipe.launch import RankError
@@ -44,12 +47,31 @@ COMMANDS = {
     "run --heads 3": r"width 64 is not divisible by heads 3",
     "run --sparse-lr nan": r"sparse_lr is nan; it must be a number of at least 0",
     "run --dense-lr -1": r"dense_lr is -1.0; it must be a number of at least 0",
+    "run --timeout inf": r"--timeout must be at most 2000000 seconds \(23 days\), not inf",
+    "run --seed 9999999999": r"--seed must be at most 2147483647, got 9999999999",
+    "run --workers 99999": r"--workers must be at most 8192, not 99999",
+    "run --steps 99999999999": r"--steps must be at most 2147483647, not 99999999999",
+    "run --micro-batches 1025": r"--micro-batches must be at most 1024, not 1025",
+    "run --methods serial(1025)": r"'serial\(1025\)': micro-batches must be at most 1024",
+    "run --data-scale 101": r"data_scale is 101.0; it must be at most 100",
+    **{
+        f"run --{name.replace('_', '-')} {most + 1}": rf"{name} is {most + 1}; it must be at most {most}"
+        for name, most in LIMITS.items()
+    },
     "run --stepz 3": r"--stepz.*--steps INT",
     "run --testbed loop": r"testbed 'loop': write loopback or netns:RATE,DELAY, e.g. netns:200mbit,1ms",
     "run --testbed netns:fast": r"rate 'fast': write a number with kbit, mbit or gbit, e.g. 200mbit",
     "run --testbed netns:200mbit,soon": r"delay 'soon': write a number with us, ms or s, e.g. 1ms",
     "run --testbed netns:200mbit,1ms,hosts=0": r"after the rate comes at most one delay and one hosts=N",
     "testbed up --hosts 0": r"a testbed has 1 to 250 hosts, not 0",
+    "run --testbed netns:0.5kbit": r"rate '0.5kbit': write one from 1kbit to 1000gbit, or none",
+    "run --testbed netns:1001gbit": r"rate '1001gbit': write one from 1kbit to 1000gbit, or none",
+    "run --testbed netns:200mbit,11s": r"delay '11s': write at most 10s; ranks give up on a slower link",
+    "reproduce --testbed foo --folder {there}/new": r"testbed 'foo': write loopback",
+    "reproduce --seed -1 --folder {there}/new": r"--seed must not be negative, got -1",
+    "report --records {there}/none --folder {there}/new": r"/none: no such folder or file; correct --records",
+    "sweep preview smoke --checkpoint-every -1": r"--checkpoint-every is -1; it must be at least 0",
+    "sweep preview smoke --max-workers -1": r"--max-workers is -1; it must be at least 0",
     "run --dataset netflix": r"netflix.*synthetic.*movielens",
     "run --dataset movielens": r"no file named; pass --data-path",
     "run --dataset movielens --data-path {there}/none": r"/none: no such file; pass --data-path",
@@ -71,6 +93,12 @@ COMMANDS = {
     "schedule {there}/empty": r"/empty: expected 'schedule NAME micro_batches=N' and at least one operation line",
     "schedule {there}/short": r"/short:1: '1': unknown stage '1', one of P H K R",
     "schedule nestpipe --micro-batches 0": r"--micro-batches must be at least 1, not 0",
+    "schedule nestpipe --micro-batches 1025": r"--micro-batches must be at most 1024, not 1025",
+    "schedule serial(99999999999)": r"'serial\(99999999999\)': micro-batches must be at most 1024",
+    "schedule {there}/window": r"/window:1: 'micro_batches=1025': expected a whole number from 1 to 1024",
+    "schedule {there}/idle": r"idle: no operation is on the lane 'compute', so a step has no end; add one",
+    "schedule {there}/cycle": r"the schedule has a cycle: R0 can never start",
+    "schedule /dev/zero": r"/dev/zero: is no schedule: more than 4194304 characters",
     "schedule": r"(?i)missing.*schedule",
     "frobnicate": r"invalid choice: 'frobnicate' \(choose from",
     "": r"required: COMMAND",
@@ -83,6 +111,9 @@ FILES = {
     "minus": b"-1\t10\t5\t881250949\n",
     "huge": (GOOD + "1\t9999999999999999999\t5\t881250949\n").encode(),
     "gap": (GOOD + "\n" + GOOD).encode(),
+    "idle": b"schedule idle micro_batches=1\nP+2 input\n",
+    "cycle": b"schedule cycle micro_batches=1\nR+1 rows after R+1\nF.1 compute after R\n",
+    "window": b"schedule wide micro_batches=1025\n",
     "binary": b"\xff\xfe\x00\x01",
 }
 
@@ -218,3 +249,56 @@ def test_odd_but_legal_data_trains_as_serial_does(pool2, case):
         assert len(outcome.losses) == EDGES[case]
         assert differences(outcome, wanted) == []
         assert all(torch.isfinite(t).all() for t in outcome.tensors.values())
+
+
+def test_a_locale_without_a_sign_costs_no_results(tmp_path):
+    out = tmp_path / "out.json"
+    small = "--batch-size 2 --negatives 4 --embedding-dim 8 --width 8 --sequence-length 4 --dense-layers 1"
+    words = f"run --methods serial --workers 1 --steps 1 --rounds 1 {small} --json {out}".split()
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "-m", "nestpipe.cli", *words], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii() and json.loads(out.read_text())["methods"]["serial"]
+
+
+def test_output_that_cannot_be_written_costs_no_results(tmp_path):
+    out = tmp_path / "out.json"
+    small = "--batch-size 2 --negatives 4 --embedding-dim 8 --width 8 --sequence-length 4 --dense-layers 1"
+    words = f"run --methods serial --workers 1 --steps 1 --rounds 1 {small} --json {out}".split()
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "nestpipe.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr
+    assert json.loads(out.read_text())["methods"]["serial"]
+
+
+@pytest.mark.parametrize("error", [MemoryError("too\nmuch"), OverflowError("too large")])
+def test_what_no_machine_holds_is_one_line(error, capsys, monkeypatch):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr("nestpipe.commands.methods.main", fail)
+    assert cli.main(["methods"]) == (1 if isinstance(error, MemoryError) else 2)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_interrupt_during_the_imports_is_one_line(capsys, monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    assert cli.main(["run"]) == 130
+    assert capsys.readouterr().err == "nestpipe run: error: interrupted before anything had started\n"
+
+
+@pytest.mark.parametrize("size", ["--batch-size 1048576 --negatives 1048576", "--embedding-dim 65536 --data-scale 0.5"])
+def test_more_than_a_rank_can_hold_is_one_line(size):
+    def bounded() -> None:  # no machine lends this much, whatever it has
+        resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
+
+    words = f"run --methods serial --workers 1 --steps 1 --rounds 1 --dense-layers 1 --sequence-length 4 {size}".split()
+    command = [sys.executable, "-m", "nestpipe.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=bounded)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "nestpipe run: error: out of memory; choose smaller sizes (rank 0: " in done.stderr, done.stderr

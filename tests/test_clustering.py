@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -50,6 +52,16 @@ def test_c_and_numpy_give_the_same_parts_of_the_right_sizes(lists, parts):
     assert sizes.sum() == len(lists[0]) and sizes.max() - sizes.min() <= 1 and (np.diff(sizes) <= 0).all()
     if library("clustering.c") is not None:
         assert np.array_equal(part, cluster(keys, offsets, parts))
+
+
+def test_a_user_without_a_home_gets_the_slower_form(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.warns(UserWarning, match="Could not determine home directory.*slower numpy form"):
+        assert library.__wrapped__("clustering.c") is None
 
 
 def test_dense_batches_get_a_second_start(monkeypatch):

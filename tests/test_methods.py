@@ -83,3 +83,25 @@ def test_a_broken_method_does_not_hide_the_others(outside, capsys):
 
 def test_a_method_is_a_plain_value():
     assert isinstance(find_method("torchrec"), Method) and find_method("torchrec").observed
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("1 / 0", "cannot be loaded: ZeroDivisionError: division by zero"),
+        ("def METHOD(:", "cannot be loaded: SyntaxError: "),
+        ("nothing_of_that_name", "cannot be loaded: NameError: "),
+        ("raise RuntimeError('two\\nlines')", "cannot be loaded: RuntimeError: two lines"),
+        ("import sys; sys.exit(3)", "cannot be loaded: SystemExit: 3"),
+        ("METHOD = 7", "is of type int, not a nestpipe Method"),
+    ],
+)
+def test_a_module_that_fails_in_any_way_is_one_line(tmp_path, monkeypatch, source, reason):
+    name = f"foreign_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = metadata.EntryPoint("foreign", f"{name}:METHOD", "nestpipe.methods")
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [entry])
+    with pytest.raises(UnknownMethod) as error:
+        find_method("foreign")
+    assert reason in str(error.value) and "\n" not in str(error.value)

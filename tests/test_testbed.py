@@ -120,6 +120,15 @@ def test_missing_tools_name_their_package(monkeypatch, tmp_path, tool, package):
         parse_testbed("netns:200mbit,1ms").up(2)
 
 
+def test_a_home_that_cannot_be_written_is_one_line(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    monkeypatch.setattr(switch_module.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(os.path, "exists", lambda path: True)
+    with pytest.raises(TestbedUnavailable, match=r"/proc/none/nestpipe, and cannot .*XDG_CACHE_HOME, or use --testbed"):
+        parse_testbed("netns:200mbit,1ms").up(2)
+
+
 def test_pool_on_loopback_testbed_has_no_namespace():
     testbed = parse_testbed("loopback")
     assert testbed.is_up and testbed.namespace(0) == ""

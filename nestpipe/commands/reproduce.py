@@ -46,6 +46,7 @@ class ReproduceCommand:
 
 def main(arguments: Sequence[str]) -> int:
     from nestpipe.commands.report import main as report
+    from nestpipe.run import RunConfig, validate
     from results.plan import Options, plan
 
     command = tyro.cli(ReproduceCommand, prog="nestpipe reproduce", args=arguments)
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
         if unknown := sorted(wanted - known):
             raise ValueError(f"no part, table or figure '{unknown[0]}': one of {', '.join(sorted(known))}")
         parts = [part for part in parts if part.name in wanted or wanted & set(part.feeds)]
+    for run in (run for part in parts for run in part.runs if isinstance(run, RunConfig)):
+        validate(run)  # what cannot run is said before anything has
     require_writable_folder(command.folder)
     console = Console(stderr=True)
     began = time.monotonic()

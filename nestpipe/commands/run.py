@@ -46,12 +46,14 @@ def main(arguments: Sequence[str]) -> int:
     for folder in filter(None, (command.store, command.trace)):
         require_writable_folder(folder)
     runs = _run_with_progress(config, console)
-    out = Console()
-    out.print(_table([r.record for r in runs]))
-    for line in _remarks([r.record for r in runs]):
-        out.print(line, highlight=False)
-    sys.stdout.flush()
-    _write(command, runs)
+    try:
+        out = Console()
+        out.print(_table([r.record for r in runs]))
+        for line in _remarks([r.record for r in runs]):
+            out.print(line, highlight=False)
+        sys.stdout.flush()
+    finally:  # a full disk or a closed pipe behind stdout costs the table, not the files
+        _write(command, runs)
     return 0
 
 

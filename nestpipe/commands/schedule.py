@@ -12,7 +12,7 @@ import tyro
 from nestpipe.consistency import check
 from nestpipe.drawing import grid
 from nestpipe.methods import MethodOptions, UnknownMethod, find_method
-from nestpipe.schedule import STAGES, Schedule
+from nestpipe.schedule import MOST_MICRO_BATCHES, STAGES, Schedule
 from nestpipe.schedule_text import load, to_text
 
 
@@ -37,16 +37,19 @@ def main(arguments: Sequence[str]) -> int:
     command = tyro.cli(ScheduleCommand, prog="nestpipe schedule", args=arguments)
     if command.micro_batches < 1:
         raise ValueError(f"--micro-batches must be at least 1, not {command.micro_batches}")
+    if command.micro_batches > MOST_MICRO_BATCHES:
+        raise ValueError(f"--micro-batches must be at most {MOST_MICRO_BATCHES}, not {command.micro_batches}")
     template = _find(command.method, command.micro_batches, command.options)
     if command.text:
         print(to_text(template), end="")
         return 0
     if not command.check:
+        picture = grid(template)  # before any line is printed: a schedule with a deadlock has none
         print(
             f"{template.name}: one step t, N = {template.micro_batches}; R+1: for batch t+1, E.2: micro-batch 2 of t."
         )
         print("Time in made-up units; dots: compute idle; '<': began in the step before.\n")
-        print(grid(template))
+        print(picture)
         letters = dict.fromkeys(op.ref.stage for op in template.ops)
         print("\n" + "  ".join(f"{letter} {STAGES[letter].title}" for letter in letters))
         return 0
