@@ -64,8 +64,9 @@ def to_json(advice: Advice) -> dict[str, object]:
 def _table(advice: Advice, command: AdviseCommand) -> Table:
     table = Table(
         title=f"SIMULATED: {command.hardware}, {command.workers} workers",
-        caption="ms a step on virtual clocks, exposed parts; limits: how much of the step shrinks in\n"
-        "proportion to the lane (the two that matter most); *: not plain synchronous training",
+        caption="Milliseconds a step on virtual clocks, exposed parts. limits: how much of the step shrinks in\n"
+        "proportion to the lane (the two that matter most). *: not plain synchronous training.",
+        caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,

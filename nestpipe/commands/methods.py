@@ -17,11 +17,13 @@ class Methods:
 
 def main(arguments: Sequence[str]) -> int:
     tyro.cli(Methods, prog="nestpipe methods", args=arguments)
-    for name in known_methods():
+    names = known_methods()
+    width = max(map(len, names))
+    for name in names:
         try:
             method = find_method(name)
         except ValueError as error:
-            print(f"{name:<12} {error}")
+            print(f"{name:<{width}} {error}")
             continue
-        print(f"{name:<12} {method.summary}" + (f" [paper: {method.paper_method}]" if method.paper_method else ""))
+        print(f"{name:<{width}} {method.summary}" + (f" [paper: {method.paper_method}]" if method.paper_method else ""))
     return 0

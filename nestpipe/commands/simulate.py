@@ -61,13 +61,15 @@ def table(records: Sequence[Record]) -> Table:
     first = records[0]
     result = Table(
         title=f"SIMULATED: {first.config['hardware']} (from: {first.config['hardware_origin']})",
-        caption="ms a step on virtual clocks; n workers; x: speed-up over the first method; scal.: samples/s\n"
-        "per worker against the smallest n; lookup, comm.: exposed; use: dense / step",
+        caption="Milliseconds a step on virtual clocks, n workers. x: speed-up over the first method.\n"
+        "scal.: samples/s per worker against the smallest n. lookup, comm.: exposed parts;\n"
+        "rest: update, dense sync, skew. use: dense / step.",
+        caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    heads = ("n", "method", "step", "x", "1e5/s", "scal.", "dense", "lookup", "comm.", "rest", "use")
+    heads = ("n", "method", "step", "x", "samples/s", "scal.", "dense", "lookup", "comm.", "rest", "use")
     for head in heads:
         result.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
     for i, record in enumerate(records):
@@ -79,7 +81,7 @@ def table(records: Sequence[Record]) -> Table:
             record.method + (f"({n})" if n > 1 else ""),
             _short(step),
             f"{mean(base, 'step_ms') / step:.2f}",
-            f"{mean(record, 'qps') / 1e5:.3f}",
+            _thousands(mean(record, "qps")),
             f"{scaling(records, record):.0%}",
             *map(_short, shown),
             _short(abs(step - sum(shown))),
@@ -87,6 +89,14 @@ def table(records: Sequence[Record]) -> Table:
             end_section=i + 1 < len(records) and records[i + 1].workers != record.workers,
         )
     return result
+
+
+def _thousands(x: float) -> str:
+    """Three digits, in thousands or millions where that is shorter."""
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if x >= size:
+            return f"{x / size:.{2 if x < 10 * size else 1 if x < 100 * size else 0}f}{unit}"
+    return f"{x:.0f}"
 
 
 def _short(ms: float) -> str:
