@@ -10,13 +10,15 @@ are not kept but read again: the loader's position follows from the step. All ra
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,9 @@ class Manifest:
                 raise CheckpointError(f"{self.path} is of another run: {name} was {there!r} there and is {value!r} now")
 
 
+_MANIFEST_KINDS = {"method": str, "step": int, "ranks": int, "identity": dict, "files": dict}
+
+
 def newest(folder: Path) -> Manifest | None:
     """The latest whole checkpoint in a method's folder. Raises CheckpointError for a manifest that cannot be read."""
     found = sorted((p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)), key=lambda p: p.name)
@@ -67,10 +72,33 @@ def newest(folder: Path) -> Manifest | None:
         data = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
-        fields = {name: data[name] for name in ("method", "step", "ranks", "identity", "files")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        fields = {name: data[name] for name in _MANIFEST_KINDS}
+        if wrong := [name for name, kind in _MANIFEST_KINDS.items() if type(fields[name]) is not kind]:
+            raise ValueError(f"its {wrong[0]} is {fields[wrong[0]]!r}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}/manifest.json cannot be used ({error}): remove {path.name} to go on") from error
     return Manifest(path, **fields)
+
+
+@contextlib.contextmanager
+def only_writer(folder: str | None) -> Iterator[None]:
+    """No other run of this machine saves to ``folder`` meanwhile. Raises CheckpointError where one does."""
+    if not folder:
+        yield
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        handle = (Path(folder) / ".lock").open("w")  # ranks do not inherit it: it is free once this process ends
+    except OSError as error:
+        raise CheckpointError(f"cannot write into {folder}: {error.strerror}; choose another --checkpoint") from None
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"another run saves to {folder}; wait for it, or choose another folder") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def method_folder(folder: str | Path, method: str) -> Path:

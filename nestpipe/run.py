@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 
 from nestpipe.accounting import StepTimes, joined, step_times
-from nestpipe.checkpoint import CheckpointError
+from nestpipe.checkpoint import CheckpointError, only_writer
 from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from nestpipe.data.dataset import Dataset
 from nestpipe.data.loader import load_dataset
@@ -189,7 +189,10 @@ def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
 
     check_resumable(config, dataset)
     try:
-        with RankPool(config.workers, testbed=testbed, timeout_s=config.timeout) as pool:
+        with (
+            only_writer(config.checkpoint),
+            RankPool(config.workers, testbed=testbed, timeout_s=config.timeout) as pool,
+        ):
             ranks = pool.run(train_on_rank, config, on_message=on_message)
     except RankError as error:
         kind, _, what = error.failures[0].what.partition(": ") if error.failures else ("", "", "")

@@ -15,7 +15,7 @@ pytest.importorskip("torchrec")
 from engine_runs import Outcome, differences
 from method_runs import Run, batches, largest_difference, weights
 
-from nestpipe.checkpoint import CheckpointError, Checkpoints, newest
+from nestpipe.checkpoint import FORMAT, CheckpointError, Checkpoints, newest, only_writer
 from nestpipe.run import RunConfig
 from nestpipe.training import step_here
 
@@ -169,6 +169,38 @@ def test_what_is_damaged_foreign_or_of_other_ranks_is_refused(pool2, pool4, tmp_
     assert "its 3 steps end inside a step of 4 ranks" in refusals(pool4, tmp_path, run)
     (place / "manifest.json").write_text("{")
     assert "manifest.json cannot be used" in refusals(pool2, tmp_path, run)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"step": "x"}, {"ranks": None}, {"identity": []}, {"files": 7}, {"method": 1}, {"format": []}]
+)
+def test_a_manifest_of_foreign_values_is_refused(tmp_path, wrong) -> None:
+    (tmp_path / "step-00000004").mkdir()
+    good = {"format": FORMAT, "method": "m", "step": 4, "ranks": 2, "identity": {}, "files": {}}
+    path = tmp_path / "step-00000004" / "manifest.json"
+    path.write_text(json.dumps(good))
+    assert newest(tmp_path).step == 4  # type: ignore[union-attr]
+    for text in (json.dumps({**good, **wrong}), "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=r"manifest.json cannot be used .*: remove step-00000004 to go on"):
+            newest(tmp_path)
+
+
+def test_two_runs_do_not_save_to_one_folder(tmp_path) -> None:
+    folder = str(tmp_path / "saved")
+    with only_writer(folder):
+        with pytest.raises(CheckpointError, match=r"another run saves to .*saved; wait for it"), only_writer(folder):
+            pass
+        with only_writer(str(tmp_path / "other")), only_writer(None):
+            pass
+    with only_writer(folder):
+        pass
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(CheckpointError, match=r"cannot write into .*file.*choose another"),
+        only_writer(f"{tmp_path}/file"),
+    ):
+        pass
 
 
 def test_methods_that_cannot_reshard_say_so(pool2, pool4, tmp_path) -> None:
