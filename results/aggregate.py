@@ -48,13 +48,15 @@ _NOT_CONDITIONS = ("steps", "rounds", "evaluate")
 def read_parts(root: Path) -> tuple[dict[str, tuple[Record, ...]], list[str]]:
     """Records by part, and a sentence for each file that is none.
 
-    ``root``: a folder with a store per part, or a JSON file of pytest-benchmark that the suites wrote.
-    Raises RecordError where it is neither.
+    ``root``: a folder with a store per part, one store, a JSON file of ``run`` or ``simulate --json``, or one of
+    pytest-benchmark that the suites wrote. Raises RecordError where it is none of these.
     """
     if root.is_file():
-        return _from_benchmark(root), []
+        return _from_file(root), []
     parts, skipped = {}, []
     folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    if any(root.glob("*.json")):
+        folders.insert(0, root)
     for folder in folders:
         records, bad = Store(folder).read()
         parts[folder.name] = tuple(records)
@@ -62,12 +64,18 @@ def read_parts(root: Path) -> tuple[dict[str, tuple[Record, ...]], list[str]]:
     return parts, skipped
 
 
-def _from_benchmark(path: Path) -> dict[str, tuple[Record, ...]]:
+def _from_file(path: Path) -> dict[str, tuple[Record, ...]]:
     try:
-        benchmarks = json.loads(path.read_text(encoding="utf-8"))["benchmarks"]
-        entries = [b["extra_info"] for b in benchmarks]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"{path}: is neither a folder of records nor a pytest-benchmark file ({error!r})") from error
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if alone := data.get("records") or list(data.get("methods", {}).values()):
+            return {path.name: tuple(record_from_json(record, path.name) for record in alone)}
+        entries = [b["extra_info"] for b in data["benchmarks"]]
+    except RecordError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RecordError(
+            f"{path}: holds no records: neither a folder of them, nor a file of run --json, nor one of pytest-benchmark"
+        ) from error
     parts: dict[str, list[Record]] = {}
     for entry in entries:
         for part, record in entry.get("records", []):

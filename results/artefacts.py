@@ -29,6 +29,7 @@ ARTEFACTS: Mapping[str, str] = {
     "fig9": "results.sensitivity:fig9",
     "fig10": "results.sensitivity:fig10",
     "timeline": "results.timeline:timeline",
+    "records": "results.own:own",
 }
 
 

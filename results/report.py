@@ -28,8 +28,10 @@ class How:
 
 
 def make_all(sources: Sources, names: Sequence[str] | None = None) -> list[Artefact]:
-    """The artefacts of these names, by default all. Raises UnknownArtefact."""
-    return [make(name, sources) for name in names or ARTEFACTS]
+    """The artefacts of these names, by default all that there is something of. Raises UnknownArtefact."""
+    if names:
+        return [make(name, sources) for name in names]
+    return [a for a in (make(name, sources) for name in ARTEFACTS) if a.tables or a.pictures or a.text]
 
 
 def to_report(sources: Sources, artefacts: Sequence[Artefact], options: Options | None = None) -> str:

@@ -21,9 +21,10 @@ class ReportCommand:
     folder: Path = Path("results/out")
     """Where records, timelines and outputs lie."""
     records: Path | None = None
-    """Records from another folder (a store per part), or from a JSON file that `pytest suites/ --benchmark` wrote."""
+    """Other records: a folder of stores, one store (a sweep's, `run --store`'s), or a file of `run --json` or
+    `pytest suites/ --benchmark`. Report, tables and figures are then written beside them."""
     out: Path | None = None
-    """The report (default: report.html in --folder)."""
+    """The report (default: report.html in --folder, or beside --records)."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,12 +34,15 @@ def main(arguments: Sequence[str]) -> int:
     from results.write import write_artefacts
 
     command = tyro.cli(ReportCommand, prog="nestpipe report", args=arguments)
-    target = command.out or command.folder / "report.html"
+    beside = command.folder
+    if command.records:
+        beside = command.records if command.records.is_dir() else command.records.parent
+    target = command.out or beside / "report.html"
     require_writable(target)
     sources = sources_from(command.folder, command.records)
     names = [name.strip() for name in command.only.split(",") if name.strip()] if command.only else None
     artefacts = make_all(sources, names)
-    written = write_artefacts(artefacts, command.folder)
+    written = write_artefacts(artefacts, target.parent)
     for sentence in sources.skipped:
         print(f"skipped: {sentence}")
     if names:
