@@ -73,8 +73,17 @@ def _build_torchrec(name: str, planner: bool = False, bf16: bool = False, dedup:
     return build
 
 
+def _fbgemm_refuses(dim: int, rule: str) -> str:
+    """What fbgemm's CPU tables cannot hold; said before ranks start. The rules are ``torchrec_sharding.FUSED``'s."""
+    if rule not in ("sgd", "rowwise_adagrad"):
+        return f"fbgemm on a CPU trains tables by sgd or rowwise_adagrad, not {rule}: --sparse-optimizer"
+    return f"fbgemm's tables have dims that are multiples of 4, not {dim}: --embedding-dim" if dim % 4 else ""
+
+
 def _torchrec_method(name: str, summary: str, make: Callable[[int], Schedule], **sharding: bool) -> Method:
-    return Method(name, summary, make, _build_torchrec(name, **sharding), observed=True, micro_batches=1)
+    return Method(
+        name, summary, make, _build_torchrec(name, **sharding), observed=True, micro_batches=1, refuse=_fbgemm_refuses
+    )
 
 
 TORCHREC = _torchrec_method(
@@ -123,6 +132,7 @@ TWO_D_SP = _adapt_two_d_sp(
         observed=True,
         micro_batches=1,
         adapt=_adapt_two_d_sp,
+        refuse=_fbgemm_refuses,
     ),
     MethodOptions(),
 )

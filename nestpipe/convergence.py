@@ -29,6 +29,7 @@ from nestpipe.run import ConfigError, RunConfig, dense_optimizer, validate
 from nestpipe.trainer import SparseOptimizer, Trainer
 
 ULP = "~ulp"
+MOST_SEEDS = 1000
 _SCHEMA = "nestpipe-convergence-1"
 
 
@@ -110,11 +111,17 @@ def identity(config: ConvergenceConfig) -> dict[str, Any]:
 
 def converge(config: ConvergenceConfig, folder: Path, progress: Progress | None = None) -> list[Curve]:
     """Every method with every seed, those that ``folder`` has already left out. Raises what ``nestpipe.run`` raises."""
-    runs = [(name, seed) for seed in range(1, config.seeds + 1) for name in config.method_names]
-    if not runs or min(config.steps, config.evaluations) < 1 or config.evaluations > config.steps:
+    if not config.method_names or min(config.seeds, config.steps, config.evaluations) < 1:
         raise ConfigError("--seeds, --steps and --evaluations must be at least 1, and --methods name one")
+    if config.evaluations > config.steps:
+        raise ConfigError(
+            f"--evaluations {config.evaluations} is more than --steps {config.steps}, must be at most that"
+        )
+    if config.seeds > MOST_SEEDS:
+        raise ConfigError(f"--seeds {config.seeds} is too many, must be at most {MOST_SEEDS}")
     for name in config.method_names:
         validate(run_config(config, name, 1))
+    runs = [(name, seed) for seed in range(1, config.seeds + 1) for name in config.method_names]
     found = {(c.method, c.seed): c for c in read_curves(folder) if c.config == identity(config)}
     load_dataset(config.data, config.model, 1)  # here first: what is wrong with the data is then said once
     curves = []

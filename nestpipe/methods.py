@@ -43,6 +43,7 @@ class Method:
     ``paper_method``: the method of the paper whose numbers stand beside this one's. ``observed``:
     the schedule is declared and the order of a run is taken from its trace (foreign pipelines).
     ``micro_batches``: fixed number, None where the caller chooses. ``adapt``: the method under other options.
+    ``refuse``: (embedding dim, sparse optimizer) -> why it cannot train those, empty where it can.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Method:
     observed: bool = False
     micro_batches: int | None = None
     adapt: Callable[[Method, MethodOptions], Method] | None = None
+    refuse: Callable[[int, str], str] | None = None
 
     def under(self, options: MethodOptions) -> Method:
         """This method as ``options`` have it; itself where they do not matter to it."""

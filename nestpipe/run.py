@@ -169,6 +169,10 @@ def validate(config: RunConfig) -> list[Method]:
         raise ConfigError(
             f"--workers {config.workers} cannot be split into --replica-groups {config.replica_groups} of equal size"
         )
+    for method in config.chosen:
+        why = method.refuse(config.model.embedding_dim, config.optimizer.sparse_optimizer) if method.refuse else ""
+        if why:
+            raise ConfigError(f"{method.name}: {why}")
     return config.chosen
 
 

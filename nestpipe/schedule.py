@@ -176,7 +176,9 @@ def parse_ref(text: str) -> Ref:
 
 
 def schedule(name: str, micro_batches: int, ops: Sequence[Op], derive: bool = True, **rings: int) -> Schedule:
-    """A schedule whose missing edges follow from its reads and writes, unless ``derive`` is off."""
+    """A schedule whose missing edges follow from its reads and writes, unless ``derive`` is off. Raises ValueError."""
+    if micro_batches < 1:
+        raise ValueError(f"schedule {name}: micro_batches is {micro_batches}, must be at least 1")
     result = Schedule(name, micro_batches, tuple(ops), {**BATCH_RINGS, **MICRO_RINGS, **rings})
     return with_derived_edges(result) if derive else result
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from nestpipe import cli
-from nestpipe.schedule import nestpipe
+from nestpipe.schedule import fwp_only, nestpipe
 from nestpipe.schedule_text import to_text
 
 NESTPIPE = [sys.executable, "-m", "nestpipe.cli"]
@@ -96,6 +97,21 @@ def test_check_names_the_stale_read(capsys, tmp_path):
     assert "more (--all shows them)" in out or out.count("stale: ") <= 10
     status, everything, _ = call(capsys, "schedule", str(path), "--check", "--all")
     assert status == 1 and len(everything) >= len(out) - 40 and "--all" not in everything
+
+
+def test_check_begins_with_what_lies_behind_many_problems(capsys, tmp_path):
+    text = (Path(__file__).parents[1] / "examples" / "lookahead.txt").read_text()
+    broken = tmp_path / "broken.txt"
+    broken.write_text("".join(line for line in text.splitlines(True) if not line.startswith(("R+1", "derive"))))
+    assert cli.main(["schedule", str(broken), "--check"]) == 1
+    first, second = capsys.readouterr().out.splitlines()[1:3]
+    assert "there is no R (embedding retrieval)" in first and "derive edges" in second
+
+
+@pytest.mark.parametrize("make", [nestpipe, fwp_only])
+def test_schedules_have_micro_batches(make):
+    with pytest.raises(ValueError, match="micro_batches is 0, must be at least 1"):
+        make(0)
 
 
 def test_check_names_the_race(capsys, tmp_path):

@@ -97,7 +97,7 @@ def test_without_curves_it_says_what_to_run(tmp_path):
     assert "nestpipe converge" in fig6(Sources({}, (), tmp_path)).text[0]
 
 
-@pytest.mark.parametrize("options", [{"seeds": 0}, {"steps": 0}, {"evaluations": 7}, {"methods": " "}])
+@pytest.mark.parametrize("options", [{"seeds": 0}, {"steps": 0}, {"evaluations": 0}, {"methods": " "}])
 def test_impossible_settings(tmp_path, options):
     with pytest.raises(ValueError, match="at least 1"):
         converge(dataclasses.replace(TINY, **options), tmp_path)

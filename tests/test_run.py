@@ -139,6 +139,22 @@ def test_table_shows_ratios_and_agreement(outputs):
     assert "largest difference of a step's loss from serial" in out
 
 
+def test_a_run_says_what_it_trained_and_what_it_cannot_show():
+    from made_records import measured
+
+    from nestpipe.commands.run import _remarks, _table
+
+    on_loopback = [
+        replace(measured(m, [2.0, 3.0], paced=False, micro_batches=n), losses=[1.0], testbed="loopback")
+        for m, n in (("serial", 1), ("nestpipe", 8))
+    ]
+    assert "synthetic data, batch 64 a rank; hstu, dim 128" in _table(on_loopback).caption
+    assert any(line.startswith("On loopback, dense not paced") for line in _remarks(on_loopback))
+    untimed = [replace(r, steps=(), metrics={}) for r in on_loopback]
+    assert _remarks(untimed)[0].startswith("No step was timed")
+    assert not any("speed-up" in str(cell) for column in _table(untimed).columns for cell in column._cells)
+
+
 SETTING = RunConfig(
     methods="serial(8),nestpipe",
     steps=20,

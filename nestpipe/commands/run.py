@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nestpipe.records import Record, Store, require_writable, require_writable_folder, write_atomically
-from nestpipe.run import MethodRun, RunConfig, run, validate
+from nestpipe.run import WARM_UP_STEPS, MethodRun, RunConfig, run, validate
 from nestpipe.testbed import TestbedUnavailable
 from nestpipe.trace import perfetto_json
 
@@ -124,9 +124,8 @@ ROWS = (
 def _table(records: Sequence[Record]) -> Table:
     first = records[0]
     title = f"measured: {first.workers} ranks, {first.testbed}" + (", dense PACED" if first.paced else "")
-    table = Table(
-        title=title, caption="medians over steps, means over ranks; ms a step unless said", box=box.SIMPLE_HEAD
-    )
+    caption = f"{_what(first)}\nmedians over steps, means over ranks; ms a step unless said"
+    table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
     for record in records:
         table.add_column(record.method, justify="right")
@@ -135,8 +134,8 @@ def _table(records: Sequence[Record]) -> Table:
         cells = [_cell(record, median, name, form) for record, median in zip(records, medians, strict=True)]
         if any(cells):
             table.add_row(heading, *cells)
-        if name == "step_ms":
-            base = medians[0].get(name)
+        if name == "step_ms" and name in medians[0]:
+            base = medians[0][name]
             ratios = [f"{base / m[name]:.2f}x" if base and name in m else "" for m in medians]
             table.add_row(f"speed-up over {first.method}", *ratios)
     table.add_row("loss, last step", *(f"{record.losses[-1]:.6f}" for record in records))
@@ -158,11 +157,31 @@ def _cell(record: Record, median: Mapping[str, float], name: str, form: str) -> 
     return form.format(median[name])
 
 
+def _what(record: Record) -> str:
+    """What was trained, in a line."""
+    data, model = record.config["data"], record.config["model"]
+    return (
+        f"{data['dataset']} data, batch {data['batch_size']} a rank; {model['backbone']}, "
+        f"dim {model['embedding_dim']}, {model['dense_layers']} layers, length {model['sequence_length']}"
+    )
+
+
 def _remarks(records: Sequence[Record]) -> list[str]:
     first = records[0]
-    lines = [
-        f"±: half the interquartile range over {len(first.steps)} steps. Exposed: on the critical path of the step."
-    ]
+    if first.steps:
+        lines = [
+            f"±: half the interquartile range over {len(first.steps)} steps. Exposed: on the critical path of the step."
+        ]
+    else:
+        lines = [f"No step was timed: the first {WARM_UP_STEPS} of a round, and after --resume, are warm-up."]
+    most = max(int(r.config["micro_batches"]) for r in records)
+    if most > 1 and first.testbed == "loopback" and not first.paced:
+        lines.append(
+            "On loopback, dense not paced, moving data costs the cores that compute: little can overlap. --testbed and "
+            "--pace-dense give links that take time and a stand-in for an accelerator."
+        )
+    if most > first.config["data"]["batch_size"]:
+        lines.append(f"{most} micro-batches of a batch of {first.config['data']['batch_size']}: some are empty.")
     if len(records) > 1:
         gap = max(float(np.max(np.abs(np.subtract(r.losses, first.losses)))) for r in records[1:])
         lines.append(

@@ -61,11 +61,24 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     print(f"{template.name}: NOT plain synchronous training, {len(problems)} problem{'s' * (len(problems) > 1)}:")
     shown = problems if command.all else problems[:10]
+    for hint in _hints(template):
+        print(f"  {hint}")
     for problem in shown:
         print(f"  {problem}")
     if len(shown) < len(problems):
         print(f"  ... and {len(problems) - len(shown)} more (--all shows them)")
     return 1
+
+
+def _hints(template: Schedule) -> list[str]:
+    """What lies behind many problems at once."""
+    there = {op.ref.stage for op in template.ops}
+    hints = [f"there is no {s} ({STAGES[s].title}), which every step needs" for s in "PHKREFBGAUO" if s not in there]
+    if len(template.ops) > 1 and not any(op.after for op in template.ops):
+        hints.append(
+            "no operation waits for another: a line 'derive edges' adds the waits that reads and writes ask for"
+        )
+    return hints
 
 
 def _find(name: str, micro_batches: int, options: MethodOptions) -> Schedule:
