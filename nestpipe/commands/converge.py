@@ -9,8 +9,8 @@ from pathlib import Path
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from nestpipe.commands.bars import progress_bar
 from nestpipe.convergence import ConvergenceConfig, converge
 from nestpipe.records import require_writable
 
@@ -29,11 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     config = ConvergenceConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(ConvergenceConfig)})
     folder = command.folder / "convergence"
     require_writable(folder / "any")
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("starting ranks", total=None)
-        curves = converge(
-            config, folder, lambda title, done, total: bars.update(task, description=title, completed=done, total=total)
-        )
+    with progress_bar(Console(stderr=True), "starting ranks") as show:
+        curves = converge(config, folder, show)
     print(f"{len(curves)} curves in {folder}; now: nestpipe report --only fig6 --folder {command.folder}")
     return 0

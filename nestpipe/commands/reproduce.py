@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from nestpipe.commands.bars import progress_bar
 from nestpipe.records import require_writable_folder, write_atomically
 
 if TYPE_CHECKING:
@@ -76,15 +76,8 @@ def main(arguments: Sequence[str]) -> int:
 def _run(part: Part, i: int, count: int, command: ReproduceCommand, console: Console) -> None:
     from results.measure import run_part
 
-    columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task(part.name, total=None)
-        done = run_part(
-            part,
-            command.folder,
-            lambda title, at, total: bars.update(task, description=title, completed=at, total=total),
-            again=command.again,
-        )
+    with progress_bar(console, part.name) as show:
+        done = run_part(part, command.folder, show, again=command.again)
     kept = " (kept from before)" if part.kind == "measured" and not done.measured else ""
     console.print(
         f"{i + 1}/{count} {part.name}: {len(done.records) or done.measured} records, {done.seconds:.0f} s{kept}",
