@@ -13,10 +13,11 @@ from nestpipe.simulator.lanes import virtual_timeline
 UNITS = {"P": 3, "H": 2, "K": 2, "R": 4, "W": 2, "S": 1, "E": 1, "F": 1, "B": 2, "G": 1, "D": 1, "A": 2, "U": 1, "O": 1}
 
 
-def grid(template: Schedule) -> str:
+def grid(template: Schedule, columns: int | None = None) -> str:
     """One steady-state step as text; operations named relative to the step (``R+1``: for the next batch).
 
-    An operation that began in the step before is marked ``<``. Idle compute is dots.
+    An operation that began in the step before is marked ``<``. Idle compute is dots. A step that is wider than
+    ``columns`` goes on below itself.
     """
     steps = template.depth + max(template.rings.values()) + 3
     ops = step_by_step(template).unroll(2 * steps)
@@ -30,7 +31,7 @@ def grid(template: Schedule) -> str:
     ]
     low, high = int(bounds[0]), int(bounds[1])
     width = max(len(_label(op, middle)) for op in ops if op.ref.batch < middle + 9) + 1
-    lines = []
+    rows: dict[str, list[str]] = {}
     usual = list(dict.fromkeys(stage.lane for stage in STAGES.values()))
     for lane in sorted(template.lanes, key=lambda lane: usual.index(lane) if lane in usual else len(usual)):
         cells = ["." if lane == "compute" else " "] * (high - low)
@@ -41,8 +42,15 @@ def grid(template: Schedule) -> str:
                 cells[column - low] = "="
             first = max(start[i], low) - low
             cells[first] = ("<" if start[i] < low else "") + _label(op, middle)
-        lines.append(f"{lane:>9} |" + "".join(_pad(cell, width) for cell in cells) + "|")
-    return "\n".join(lines)
+        rows[lane] = cells
+    piece = high - low if columns is None else max(4, (columns - len("allreduce ||")) // width)
+    return "\n\n".join(
+        "\n".join(
+            f"{lane:>9} |" + "".join(_pad(cell, width) for cell in cells[at : at + piece]) + "|"
+            for lane, cells in rows.items()
+        )
+        for at in range(0, high - low, piece)
+    )
 
 
 def step_by_step(template: Schedule) -> Schedule:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +46,8 @@ def main(arguments: Sequence[str]) -> int:
         print(to_text(template), end="")
         return 0
     if not command.check:
-        picture = grid(template)  # before any line is printed: a schedule with a deadlock has none
+        columns = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
+        picture = grid(template, columns)  # before any line is printed: a schedule with a deadlock has none
         print(
             f"{template.name}: one step t, N = {template.micro_batches}; R+1: for batch t+1, E.2: micro-batch 2 of t."
         )
