@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from nestpipe import __version__
+
 #: name -> (module with ``main(arguments) -> int``, what it does).
 COMMANDS = {
     "run": ("nestpipe.commands.run", "train one or several methods side by side on real processes"),
@@ -43,11 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="nestpipe COMMAND [options]",
     )
+    parser.add_argument("--version", action="version", version=f"nestpipe {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # no sign that a locale lacks may cost a run its results
             stream.reconfigure(errors="replace")
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         return _run(parser.parse_args(words[:1]).command, words[1:])
     except BrokenPipeError:

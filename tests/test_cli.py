@@ -32,6 +32,15 @@ def test_help_names_every_command(capsys):
     assert status == 0 and all(name in out for name in cli.COMMANDS)
 
 
+def test_version(capsys):
+    assert call(capsys, "--version") == (0, "nestpipe 0.1.0\n", "")
+
+
+def test_without_a_command_it_lists_them(capsys):
+    status, out, err = call(capsys)
+    assert status == 2 and not out and all(f"  {name} " in err for name in cli.COMMANDS)
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_explains_itself(capsys, command):
     status, out, _ = call(capsys, command, "--help")
