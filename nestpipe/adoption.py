@@ -208,7 +208,7 @@ class NestPipeline:
             first = foreign.to_batch(example, 0)
             if self._check:
                 self._check_separable(foreign, first)
-        except ValueError as error:  # BatchError and NotSeparable among them
+        except Exception as error:  # raised by ``_raise_on_all_ranks``, so that no rank waits for this one
             return error
         return None
 
