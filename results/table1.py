@@ -63,6 +63,7 @@ FAMILIES = (
     Family("two-dimensional sparse parallelism", "2d-sp", ("no", "yes", "no", "yes", "yes"), "nestpipe+2d-sp"),
     Family("NestPipe", "nestpipe", ("yes", "yes", "yes", "yes", "-"), alone="it is NestPipe"),
 )
+_FEW_RANKS = "Two and four ranks of one machine say little about hundreds, and the simulator has no such method."
 #: Why a derived cell differs from the printed one, where that is known.
 _WHY = {
     (
@@ -80,6 +81,15 @@ _WHY = {
     "as many rows as row-wise sharding does.",
     ("two-dimensional sparse parallelism", "communication"): "Groups of two ranks: the replicas' AllReduce of whole "
     "tables outweighs what All2All saves on small clusters.",
+    (
+        "two-dimensional sparse parallelism",
+        "orthogonal to NestPipe",
+    ): "As for 2D-SP alone: with two ranks in a group, keeping "
+    "replicas equal sends more (replica_bytes of the records) than the All2All saves.",
+    ("embedding sharding and scheduling", "lookup"): "Near the threshold, and it varies: 68, 95 and 129 % were seen in "
+    "three runs of the same.",
+    ("embedding compression", "scalability"): _FEW_RANKS,
+    ("embedding sharding and scheduling", "scalability"): _FEW_RANKS,
 }
 
 
