@@ -107,7 +107,7 @@ COMMANDS = {
     "schedule /dev/zero": r"/dev/zero: is no schedule: more than 4194304 characters",
     "schedule": r"(?i)missing.*schedule",
     "frobnicate": r"invalid choice: 'frobnicate' \(choose from",
-    "": r"required: COMMAND",
+    "": r"usage: nestpipe COMMAND",
 }
 FILES = {
     "file": b"",

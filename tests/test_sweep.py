@@ -345,7 +345,8 @@ def test_local_jobs_end_with_the_command(tmp_path, monkeypatch):
             time.sleep(0.2)
         process.terminate()
     assert process.returncode == 143
-    assert counts(point_states(sweep)).endswith("2 lost")
+    # A job may just have time to say that one of its ranks was ended.
+    assert re.fullmatch(r"8 points: 6 missing, (2 lost|1 failed, 1 lost|2 failed)", counts(point_states(sweep)))
     mark = str(sweep.logs.absolute()).encode()
     left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if mark in p.read_bytes()]
     assert not left
