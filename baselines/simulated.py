@@ -31,7 +31,7 @@ BASELINES = (
     SimulatedMethod("torchrec", _torchrec, None, 1),
 )
 
-#: What the paper's tables hold, in the order of the paper's tables.
+#: What the paper's tables hold, in their order, and real torchrec.
 METHODS: Mapping[str, SimulatedMethod] = {
     m.name: m
     for m in (

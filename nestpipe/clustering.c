@@ -118,30 +118,22 @@ static void number_keys(Work *w, const int64_t *keys, const int64_t *offsets, in
 
 #define BLOCK 32
 
-// The first of the largest.
-VECTORISED static int argmax64(const int64_t *values, int n) {
-    int64_t most = INT64_MIN;
-    for (int i = 0; i < n; i++) most = values[i] > most ? values[i] : most;
-    int at = 0;
-    for (int found = 0; at + BLOCK <= n; at += BLOCK) {
-        for (int i = 0; i < BLOCK; i++) found |= values[at + i] == most;
-        if (found) break;
+// NAME(values, n): where the first of the largest is.
+#define ARGMAX(NAME, TYPE)                                                                      \
+    VECTORISED static int NAME(const TYPE *values, int n) {                                     \
+        TYPE most = values[0];                                                                  \
+        for (int i = 1; i < n; i++) most = values[i] > most ? values[i] : most;                 \
+        int at = 0;                                                                             \
+        for (int found = 0; at + BLOCK <= n; at += BLOCK) {                                     \
+            for (int i = 0; i < BLOCK; i++) found |= values[at + i] == most;                    \
+            if (found) break;                                                                   \
+        }                                                                                       \
+        while (values[at] != most) at++;                                                        \
+        return at;                                                                              \
     }
-    while (values[at] != most) at++;
-    return at;
-}
 
-VECTORISED static int argmax32(const int32_t *values, int n) {
-    int32_t most = INT32_MIN;
-    for (int i = 0; i < n; i++) most = values[i] > most ? values[i] : most;
-    int at = 0;
-    for (int found = 0; at + BLOCK <= n; at += BLOCK) {
-        for (int i = 0; i < BLOCK; i++) found |= values[at + i] == most;
-        if (found) break;
-    }
-    while (values[at] != most) at++;
-    return at;
-}
+ARGMAX(argmax64, int64_t)
+ARGMAX(argmax32, int32_t)
 
 static void grow(Work *w, const int32_t *sizes, const int64_t *weight_of_degree) {
     Problem *p = &w->p;

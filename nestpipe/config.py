@@ -9,7 +9,6 @@ from typing import Literal
 #: Part of a paced dense time (see models/pacing.py) that is forward.
 PACED_FORWARD = 1 / 3
 
-
 #: Far beyond what anybody trains: a slip of the keyboard is said at once, not by a machine that runs out of memory.
 LIMITS = {
     "batch_size": 1 << 20,

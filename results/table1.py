@@ -86,8 +86,7 @@ _WHY = {
         "orthogonal to NestPipe",
     ): "As for 2D-SP alone: with two ranks in a group, keeping "
     "replicas equal sends more (replica_bytes of the records) than the All2All saves.",
-    ("embedding sharding and scheduling", "lookup"): "Near the threshold, and it varies: 68, 95 and 129 % were seen in "
-    "three runs of the same.",
+    ("embedding sharding and scheduling", "lookup"): "Near the threshold, and it varies from run to run.",
     ("embedding compression", "scalability"): _FEW_RANKS,
     ("embedding sharding and scheduling", "scalability"): _FEW_RANKS,
 }

@@ -80,10 +80,8 @@ def stage_seconds(cluster: Cluster, workload: Workload, micro_batches: int) -> d
     alone |= {"A"} if n == 1 else set()
     for stage, fixed in h.stage_overhead.items():
         seconds[stage] += 0.0 if stage in alone else fixed
-    pace, expand = (
-        w.pace_dense_s / micro_batches,
-        w.key_count * w.embedding_bytes / micro_batches / h.expand_bytes_per_s,
-    )
+    pace = w.pace_dense_s / micro_batches
+    expand = w.key_count * w.embedding_bytes / micro_batches / h.expand_bytes_per_s
     return {
         **seconds,
         "F": max(seconds["F"], pace * PACED_FORWARD) + expand,
