@@ -7,17 +7,14 @@ import json
 import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import tyro
 from fake_slurm import FakeSlurm, install
+from sweep_commands import GRID, nestpipe
 
-from nestpipe.cli import main
 from nestpipe.commands.sweep import Command
 from nestpipe.records import METRICS, Record, Store
 from slurm.collect import collect
@@ -25,30 +22,7 @@ from slurm.executors import sbatch_text
 from slurm.folder import TOLD_TO_STOP, SweepFolder, write_json
 from slurm.grid import Cluster, load_grid
 from slurm.job import write_failure
-from slurm.signals import NOTHING, SAVE_AND_STOP, Agreement, Flag
 from slurm.status import counts, point_states
-
-GRID = """\
-[base]
-batch_size = 8
-negatives = 4
-sequence_length = 8
-dense_layers = 1
-width = 8
-data_scale = 0.0001
-steps = 2
-micro_batch = 4
-
-[[sweep]]
-method = ["serial", "nestpipe"]
-workers = [2, 4]
-embedding_dim = [8, 16]
-
-[cluster]
-tasks_per_node = 2
-parallelism = 2
-partition = "debug"
-"""
 
 
 @pytest.fixture
@@ -63,12 +37,6 @@ def slurm(tmp_path, monkeypatch) -> FakeSlurm:
 @pytest.fixture
 def sweep() -> SweepFolder:
     return SweepFolder(Path("sweeps/grid"))
-
-
-def nestpipe(capsys, *words: str) -> tuple[int, str, str]:
-    status = main(["sweep", *words])
-    said = capsys.readouterr()
-    return status, said.out, said.err
 
 
 def submit(capsys, *words: str) -> str:
@@ -316,59 +284,6 @@ def test_collect_of_2000_records(tmp_path, monkeypatch):
 # On this machine
 
 
-def test_local_and_debug_executors_give_equal_losses(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    one = GRID.replace("[2, 4]", "[2]").replace("[8, 16]", "[8]").replace('["serial", "nestpipe"]', '["nestpipe"]')
-    Path("grid.toml").write_text(one)
-    losses = []
-    for executor in ("local", "debug"):
-        status, out, err = nestpipe(capsys, "submit", "grid.toml", "--executor", executor, "--folder", executor)
-        assert status == 0 and "1 points: 1 done" in out, out + err
-        assert nestpipe(capsys, "collect", executor, "--store", f"{executor}-store")[0] == 0
-        (found,), _ = Store(Path(f"{executor}-store")).read()
-        assert found.provenance["sweep"]["point"] == SweepFolder(Path(executor)).points()[0].path.name
-        losses.append(found.losses)
-    assert losses[0] == losses[1] and len(losses[0]) == 6
-
-
-def test_local_jobs_end_with_the_command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    more = "steps = 400\npace_dense = 50.0"
-    Path("grid.toml").write_text(GRID.replace("steps = 2", more) + 'setup = ["true"]\n')
-    root = Path(__file__).resolve().parent.parent
-    command = [sys.executable, "-m", "nestpipe.cli", "sweep", "submit", "grid.toml"]
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.DEVNULL) as process:
-        sweep = SweepFolder(Path("sweeps/grid"))
-        deadline = time.monotonic() + 120
-        while not any(s.state == "running" and s.detail.startswith("step") for s in point_states(sweep)):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-        process.terminate()
-    assert process.returncode == 143
-    # A job may just have time to say that one of its ranks was ended.
-    assert re.fullmatch(r"8 points: 6 missing, (2 lost|1 failed, 1 lost|2 failed)", counts(point_states(sweep)))
-    mark = str(sweep.logs.absolute()).encode()
-    left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if mark in p.read_bytes()]
-    assert not left
-
-
-@pytest.mark.slow
-def test_a_local_job_that_reaches_its_time_limit_goes_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    one = GRID.replace("[2, 4]", "[2]").replace("[8, 16]", "[8]").replace('["serial", "nestpipe"]', '["nestpipe"]')
-    # Told 20 s after the start of its processes, of which training gets a part: one run takes several.
-    limit = "time = 1\nsignal_delay_s = 40\nmax_timeouts = 5\n"
-    Path("grid.toml").write_text(one.replace("steps = 2", "steps = 180\npace_dense = 100.0") + limit)
-    for folder, words in (("limited", []), ("free", ["--time", "20"])):
-        status, out, err = nestpipe(capsys, "submit", "grid.toml", "--folder", folder, *words)
-        assert status == 0, out + err
-        collect(SweepFolder(Path(folder)), Path(folder) / "store")
-    (limited,), (free,) = (Store(Path(f) / "store").read()[0] for f in ("limited", "free"))
-    assert limited.losses == free.losses and len(free.losses) == 184
-    assert len(limited.steps) < len(free.steps)  # no times of steps before the last start
-    assert "going on after step" in "".join(p.read_text() for p in Path("limited/logs").glob("*_0_log.out"))
-
-
 def test_cluster_settings_survive_the_folder(tmp_path):
     grid = dataclasses.replace(
         load_grid((tmp_path / "grid.toml").write_text(GRID) and tmp_path / "grid.toml"),
@@ -377,31 +292,6 @@ def test_cluster_settings_survive_the_folder(tmp_path):
     sweep = SweepFolder(tmp_path / "sweep")
     sweep.write_settings(grid, "slurm")
     assert sweep.settings() == ("grid", "slurm", grid.cluster)
-
-
-def flags_of_a_signalled_rank(signalled: int, at: int) -> list[int]:
-    import torch.distributed as dist
-
-    before = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGTERM)
-    flag, agreement, seen = Flag(), Agreement(), []
-    for step in range(6):
-        if dist.get_rank() == signalled and step == at:
-            os.kill(os.getpid(), signal.SIGUSR2)
-            os.kill(os.getpid(), signal.SIGTERM)
-        seen.append(agreement.of_all(flag.take()))
-    agreement.close()
-    signal.signal(signal.SIGUSR2, before[0])
-    signal.signal(signal.SIGTERM, before[1])
-    return seen
-
-
-@pytest.mark.parametrize("signalled", [0, 1])
-def test_all_ranks_hear_of_a_signal_to_one_in_the_same_step(pool2, signalled):
-    answers = pool2.run(flags_of_a_signalled_rank, signalled, 2)
-    assert answers == [[NOTHING] * 3 + [SAVE_AND_STOP] + [NOTHING] * 2] * 2
-
-
-# What the page says
 
 
 def test_the_page_is_true(tmp_path):
