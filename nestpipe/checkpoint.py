@@ -11,7 +11,6 @@ are not kept but read again: the loader's position follows from the step. All ra
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nestpipe.locking import only_one
 from nestpipe.records import write_atomically
 from nestpipe.trainer import StepResult, Trainer
 
@@ -86,18 +86,8 @@ def only_writer(folder: str | None) -> Iterator[None]:
     if not folder:
         yield
         return
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        handle = (Path(folder) / ".lock").open("w")  # ranks do not inherit it: it is free once this process ends
-    except OSError as error:
-        raise CheckpointError(f"cannot write into {folder}: {error.strerror}; choose another --checkpoint") from None
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"another run saves to {folder}; wait for it, or choose another folder") from None
-        except OSError:
-            pass  # a file system without locks
+    busy = f"another run saves to {folder}; wait for it, or choose another folder"
+    with only_one(Path(folder), CheckpointError, "--checkpoint", busy):
         yield
 
 

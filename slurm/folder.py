@@ -13,7 +13,6 @@ logs/                               submitit's pickles, stdout and stderr of eve
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nestpipe.locking import only_one
 from nestpipe.records import Record, Store, write_atomically
 from slurm.grid import Cluster, Grid
 from slurm.point import Point, point_from_json
@@ -129,16 +129,6 @@ class SweepFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """One submission at a time, so that no point is submitted twice. Raises SweepError where another is at it."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            handle = open(self.path / ".lock", "w")  # noqa: SIM115
-        except OSError as error:
-            raise SweepError(f"cannot write into {self.path}: {error.strerror}; choose another --folder") from None
-        with handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SweepError(f"another command is submitting to {self.path}; wait for it") from None
-            except OSError:
-                pass  # a file system without locks: duplicates cost time and do no harm
+        busy = f"another command is submitting to {self.path}; wait for it"
+        with only_one(self.path, SweepError, "--folder", busy):
             yield
