@@ -2,70 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from baselines.two_d_sp_schedule import exact, nestpipe_two_d_sp, nestpipe_two_d_sp_exact
+from baselines.torchrec.schedules import _torchrec, torchrec_bf16_schedule, torchrec_schedule
+from baselines.two_d_sp.schedules import exact, nestpipe_two_d_sp, nestpipe_two_d_sp_exact, two_d_sp_schedule
 from baselines.uniemb import uniemb
-from nestpipe.engine import Engine
+from nestpipe.engine.engine import Engine
 from nestpipe.methods import Build, Method, MethodOptions, scheduled_method
-from nestpipe.schedule import Schedule, marked, nestpipe, op, schedule
+from nestpipe.schedule.building import marked
+from nestpipe.schedule.operations import Schedule
+from nestpipe.schedule.templates import nestpipe
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, Trainer
-
-
-def torchrec_schedule(micro_batches: int = 1) -> Schedule:
-    """What torchrec's ``TrainPipelineSparseDist`` does, declared; one host thread issues everything in this order.
-
-    Key routing of the next batch runs beside this batch's forward. The fused optimizer updates the
-    table inside backward, so there is no buffer to write back and nothing to synchronise.
-    """
-    return _torchrec("torchrec")
-
-
-def torchrec_bf16_schedule(micro_batches: int = 1) -> Schedule:
-    """The same with embeddings and their gradients in bfloat16."""
-    return marked(_torchrec("torchrec-bf16"), "EG", "lossy")
-
-
-def two_d_sp_schedule(options: MethodOptions, micro_batches: int = 1) -> Schedule:
-    """2D-SP, declared: torchrec's order, and D(t), the averaging of the replicas, between U(t) and O(t).
-
-    D changes the update rule unless it follows every SGD step (see ``baselines.two_d_sp``). With an interval
-    above 1 most batches have no D: what is declared is the step that has one.
-    """
-    synchronous = options.sparse_optimizer == "sgd" and options.sync_interval == 1
-    replicas = op("D.1", after="U A", reads="", writes="table", marks=() if synchronous else ("update_rule",))
-    return _torchrec("2d-sp", [replicas])
-
-
-def _torchrec(name: str, before_step: Iterable[Any] = ()) -> Schedule:
-    extra = list(before_step)
-    last = " ".join(o.ref.relative() for o in extra)
-    ops = [
-        op("K+1", after="H+1 O-1"),
-        op("P+2", after="O-1"),
-        op("H+2", after="P+2"),
-        op("R", after="K H+2"),
-        op("E.1", after="R"),
-        op("F.1", after="E.1"),
-        op("B.1", after="F.1"),
-        op("A", after="B.1"),
-        op("G.1", after="B.1"),
-        op("U", after="G.1", writes="accumulator table"),
-        *extra,
-        op("O", after=f"U A {last}"),
-    ]
-    return schedule(name, 1, ops)
 
 
 def _build_torchrec(name: str, planner: bool = False, bf16: bool = False, dedup: bool = False) -> Build:
     def build(
         spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
     ) -> Trainer:
-        from baselines.torchrec_dmp import TorchRecTrainer
-        from baselines.torchrec_sharding import one_dimensional
+        from baselines.torchrec.sharding import one_dimensional
+        from baselines.torchrec.trainer import TorchRecTrainer
 
         distribute = partial(one_dimensional, planner=planner, bf16=bf16, dedup=dedup)
         return TorchRecTrainer(spec, sparse, dense, seed, name=name, distribute=distribute)
@@ -115,7 +72,7 @@ def _adapt_two_d_sp(method: Method, options: MethodOptions) -> Method:
     def build(
         spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
     ) -> Trainer:
-        from baselines.two_d_sp import two_d_sp_trainer
+        from baselines.two_d_sp.trainer import two_d_sp_trainer
 
         return two_d_sp_trainer(spec, sparse, dense, seed, options.replica_groups, options.sync_interval)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from baselines.two_d_sp_schedule import nestpipe_two_d_sp, two_d_sp
+from baselines.two_d_sp.schedules import nestpipe_two_d_sp, two_d_sp
 from baselines.uniemb import uniemb_with_hand_over
-from nestpipe.schedule import Schedule
+from nestpipe.schedule.operations import Schedule
 from nestpipe.simulator.methods import BUILT_IN, SimulatedMethod
 
 
@@ -19,7 +19,7 @@ def _two_d_sp(_: int) -> Schedule:
 
 
 def _torchrec(_: int) -> Schedule:
-    from baselines.registry import torchrec_schedule  # imports torch, which the others do without
+    from baselines.torchrec.schedules import torchrec_schedule  # imports torch, which the others do without
 
     return torchrec_schedule()
 

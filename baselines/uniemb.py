@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nestpipe.schedule import Schedule, op, schedule
+from nestpipe.schedule.building import op, schedule
+from nestpipe.schedule.operations import Schedule
 
 
 def uniemb() -> Schedule:

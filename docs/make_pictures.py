@@ -11,9 +11,11 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from nestpipe.drawing import step_by_step
-from nestpipe.schedule import STAGES, Schedule, nestpipe, serial
-from nestpipe.simulator.lanes import virtual_timeline
+from nestpipe.drawing.text_grid import step_by_step
+from nestpipe.schedule.operations import Schedule
+from nestpipe.schedule.stages import STAGES
+from nestpipe.schedule.templates import nestpipe, serial
+from nestpipe.simulator.virtual_lanes import virtual_timeline
 
 #: Made-up times of a whole batch; micro-batches share those of E, F, B and G.
 UNITS = {"P": 6, "H": 3, "K": 5, "R": 14, "W": 8, "S": 1, "E": 10, "F": 14, "B": 28, "G": 10, "A": 3, "U": 2, "O": 1}

@@ -5,10 +5,11 @@ import os
 import torch
 
 from nestpipe.data import Batch, Jagged
-from nestpipe.engine import Engine
-from nestpipe.launch import join_process_group, leave_process_group
-from nestpipe.schedule import nestpipe
-from nestpipe.trainer import ModelSpec, SparseOptimizer, TableConfig
+from nestpipe.data.tables import TableConfig
+from nestpipe.engine.engine import Engine
+from nestpipe.ranks.pool import join_process_group, leave_process_group
+from nestpipe.schedule.templates import nestpipe
+from nestpipe.trainer import ModelSpec, SparseOptimizer
 
 
 class Clicks(torch.nn.Module):

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 
 from nestpipe import schedule
-from nestpipe.engine import Engine
-from nestpipe.schedule import MOST_MICRO_BATCHES, Schedule
+from nestpipe.engine.engine import Engine
+from nestpipe.schedule.operations import MOST_MICRO_BATCHES, Schedule
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, Trainer
 
 Build = Callable[[ModelSpec, SparseOptimizer, DenseOptimizer, int, int], Trainer]

@@ -12,21 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from nestpipe.data.batch import Batch
-from nestpipe.trace import Span
-
-
-@dataclass(frozen=True)
-class TableConfig:
-    """One embedding table: ``rows`` x ``dim`` float32; ``features`` are the keys of ``Batch.sparse`` that read it.
-
-    A row's initial value is uniform in (-scale, scale) and depends on (seed, name, row) only.
-    """
-
-    name: str
-    rows: int
-    dim: int
-    features: tuple[str, ...]
-    scale: float
+from nestpipe.data.tables import TableConfig
+from nestpipe.measurement.trace import Span
 
 
 @dataclass(frozen=True)
@@ -46,7 +33,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class SparseOptimizer:
-    """``sgd``, ``rowwise_adagrad`` or ``adam`` (the engine alone); the formulas are in ``nestpipe.embedding.optim``.
+    """``sgd``, ``rowwise_adagrad`` or ``adam`` (the engine alone); formulas: ``nestpipe.embedding.sparse_optimizers``.
 
     State per row, float32: none; one, the mean over the dim of squared gradients; 2 dim + 1.
     """

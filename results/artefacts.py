@@ -12,24 +12,24 @@ from pathlib import Path
 
 import pandas as pd
 
-from nestpipe.records import Record
+from nestpipe.measurement.record import Record
 from results.published import Published
 
 #: name -> "module:function", in the order of the report. Imported when asked for.
 ARTEFACTS: Mapping[str, str] = {
-    "table1": "results.table1:table1",
-    "table2": "results.tables:table2",
-    "table3": "results.tables:table3",
-    "table4": "results.tables:table4",
-    "ladder": "results.ladder:ladder",
-    "fig2": "results.figures:fig2",
-    "fig6": "results.fig6:fig6",
-    "fig7": "results.figures:fig7",
-    "fig8": "results.figures:fig8",
-    "fig9": "results.sensitivity:fig9",
-    "fig10": "results.sensitivity:fig10",
-    "timeline": "results.timeline:timeline",
-    "records": "results.own:own",
+    "table1": "results.tables.table1:table1",
+    "table2": "results.tables.table2_3_4:table2",
+    "table3": "results.tables.table2_3_4:table3",
+    "table4": "results.tables.table2_3_4:table4",
+    "ladder": "results.tables.ladder:ladder",
+    "fig2": "results.figures.fig2_7_8_cluster_size:fig2",
+    "fig6": "results.figures.fig6_convergence:fig6",
+    "fig7": "results.figures.fig2_7_8_cluster_size:fig7",
+    "fig8": "results.figures.fig2_7_8_cluster_size:fig8",
+    "fig9": "results.figures.fig9_10_sizes:fig9",
+    "fig10": "results.figures.fig9_10_sizes:fig10",
+    "timeline": "results.figures.timeline:timeline",
+    "records": "results.tables.other_records:own",
 }
 
 
@@ -45,7 +45,7 @@ class UnknownArtefact(ValueError):
 class Sources:
     """What artefacts are made from.
 
-    ``parts``: records by the name of the store they lie in (see ``results.plan``); ``folder``: where
+    ``parts``: records by the name of the store they lie in (see ``results.experiments.plan``); ``folder``: where
     stores, timelines and outputs lie; ``skipped``: a sentence for each file that is no record.
     """
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nestpipe.records import RecordError, record_from_json
+from nestpipe.measurement.record import RecordError, record_from_json
 from slurm.folder import SweepError, SweepFolder
 
 

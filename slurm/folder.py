@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nestpipe.locking import only_one
-from nestpipe.records import Record, Store, write_atomically
+from nestpipe.machine.files import write_atomically
+from nestpipe.machine.locking import only_one
+from nestpipe.measurement.record import Record, Store
 from slurm.grid import Cluster, Grid
 from slurm.point import Point, point_from_json
 

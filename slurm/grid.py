@@ -11,8 +11,9 @@ from typing import Any
 
 from baselines.simulated import METHODS
 from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig
+from slurm.conditions import holds
 from slurm.point import AXES, AXIS_DEFAULTS, DEFAULTS, Point, expected
-from slurm.source import GridError, Source, holds, read_source
+from slurm.toml_lines import GridError, Source, read_source
 
 GRIDS = Path(__file__).parent / "grids"
 

@@ -25,7 +25,7 @@ from typing import Any
 import submitit
 from submitit.core.utils import DelayedSubmission, UncompletedJobError
 
-from nestpipe.rank_process import CONSEQUENCE
+from nestpipe.ranks.process import CONSEQUENCE
 from slurm.folder import TOLD_TO_STOP, PointFolder, write_json
 from slurm.point import Point
 from slurm.signals import NOTHING, SAVE_AND_STOP, Agreement, Flag
@@ -83,8 +83,8 @@ class PointJob:
         join(job, self.collective_s)
         import torch.distributed as dist
 
-        from nestpipe.launch import leave_process_group
-        from nestpipe.run import Interrupted, run_in_group
+        from nestpipe.ranks.pool import leave_process_group
+        from nestpipe.training.runs import Interrupted, run_in_group
 
         # Rank 0 looks for all: another host may see a shared file system a moment later.
         found: list[Any] = [None, None]
@@ -123,7 +123,7 @@ class PointJob:
 
     def _run_alone(self, folder: PointFolder, point: Point) -> str:
         """For the debug executor: ranks started by the launcher, errors in this process."""
-        from nestpipe.run import run
+        from nestpipe.training.runs import run
 
         return self._write(folder, run(point.run_config(self.collective_s))[0].record, "loopback")
 
@@ -171,7 +171,7 @@ def own_checkpoints(folder: PointFolder, job: str) -> Path:
 
 def join(job: Any, timeout_s: float) -> None:
     """Join the process group of this job's tasks."""
-    from nestpipe.launch import join_process_group
+    from nestpipe.ranks.pool import join_process_group
 
     if job.cluster == "local":
         # Below the range that the system hands out; a job is one process on this machine, so its id is its own.

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig
 
 if TYPE_CHECKING:
-    from nestpipe.run import RunConfig
+    from nestpipe.training.runs import RunConfig
 
 #: What a grid varies. ``micro_batch`` counts samples; a point keeps the number of micro-batches.
 AXES = ("workers", "method", "embedding_dim", "dense_layers", "sequence_length", "micro_batch", "seed")
 _GROUPS = {"data": DataConfig, "model": ModelConfig, "optimizer": OptimizerConfig}
-#: Fields of ``nestpipe.run.RunConfig`` itself that a grid may set, with their defaults (read here without torch).
+#: Fields of ``RunConfig`` itself that a grid may set, with their defaults (read here without torch).
 RUN_SETTINGS: Mapping[str, Any] = {
     "steps": 20,
     "rounds": 1,
@@ -88,7 +88,7 @@ class Point:
 
     def run_config(self, timeout_s: float, checkpoint: str | None = None, checkpoint_every: int = 0) -> RunConfig:
         """The configuration of ``nestpipe run`` for this point, which goes on from what it finds in ``checkpoint``."""
-        from nestpipe.run import RunConfig
+        from nestpipe.training.runs import RunConfig
 
         groups = {
             name: group(**{f.name: self[f.name] for f in fields(group) if f.name in DEFAULTS})

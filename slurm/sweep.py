@@ -88,7 +88,7 @@ def _forget(state: PointState) -> None:
 
 
 def _validate(point: Point) -> None:
-    from nestpipe.run import validate
+    from nestpipe.training.runs import validate
 
     validate(point.run_config(1.0))
 
@@ -121,7 +121,7 @@ def _start(
 def _simulate(sweep: SweepFolder, point: Point) -> None:
     """Nothing runs: the point's record says that it is simulated, and on what."""
     from baselines.simulated import METHODS
-    from nestpipe.simulator.simulate import SimulateConfig, simulate
+    from nestpipe.simulator.scenario import SimulateConfig, simulate
 
     config = SimulateConfig(
         hardware=point.hardware,

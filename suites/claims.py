@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nestpipe.records import Record
+from nestpipe.measurement.record import Record
 
 
 def _total(record: Record, name: str) -> float:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nestpipe.records import Record
-from nestpipe.run import RunConfig
-from results.measure import run_part
-from results.plan import Options, find_part
+from nestpipe.measurement.record import Record
+from nestpipe.training.runs import RunConfig
+from results.experiments.plan import Options, find_part
+from results.experiments.run_part import run_part
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

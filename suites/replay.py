@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from nestpipe.records import Record
-from results.aggregate import describe, label_of
+from nestpipe.measurement.record import Record
+from results.frames.frames import describe, label_of
 
 
 class Replay:

@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe.clustering import cluster, distinct_keys
-from nestpipe.collectives import Exchange
+from nestpipe.clustering.clustering import cluster, distinct_keys
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.embedding.optim import sparse_update
-from nestpipe.embedding.routing import route
-from nestpipe.embedding.table import DualBuffer, Rows, empty_rows, shard_layout
-from nestpipe.trainer import SparseOptimizer, TableConfig
+from nestpipe.data.tables import TableConfig
+from nestpipe.embedding.dual_buffer import DualBuffer
+from nestpipe.embedding.host_table import shard_layout
+from nestpipe.embedding.key_routing import route
+from nestpipe.embedding.retrieval_write_back import Rows, empty_rows
+from nestpipe.embedding.sparse_optimizers import sparse_update
+from nestpipe.ranks.collectives import Exchange
+from nestpipe.trainer import SparseOptimizer
 
 ADAGRAD = SparseOptimizer("rowwise_adagrad", lr=0.05, eps=1e-8)
 

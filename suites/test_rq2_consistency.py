@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nestpipe.convergence import ConvergenceConfig, identity, read_curves
-from results.measure import run_part
-from results.plan import find_part
+from nestpipe.training.convergence import ConvergenceConfig, identity, read_curves
+from results.experiments.plan import find_part
+from results.experiments.run_part import run_part
 from suites import claims
 from suites.conftest import options_of
 from suites.replay import play, replay

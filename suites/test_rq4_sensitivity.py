@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nestpipe.run import RunConfig
-from results.plan import find_part
-from results.sensitivity import one_dimension
-from results.series import simulated_means
+from nestpipe.training.runs import RunConfig
+from results.experiments.plan import find_part
+from results.figures.fig9_10_sizes import one_dimension
+from results.frames.series import simulated_means
 from suites import claims
 from suites.conftest import options_of
 from suites.replay import play, replay

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from results.plan import FAMILIES
+from results.experiments.plan import FAMILIES
 from suites import claims
 from suites.conftest import by_method_and_workers
 from suites.replay import play, replay

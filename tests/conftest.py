@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nestpipe.launch import RankPool
+from nestpipe.ranks.pool import RankPool
 
 RunOnRanks = Callable[..., list]
 

@@ -13,9 +13,10 @@ from rich import box
 from rich.table import Table
 
 from nestpipe.commands.simulate import wide_console
-from nestpipe.records import provenance, write_atomically
+from nestpipe.machine.files import write_atomically
+from nestpipe.measurement.provenance import provenance
 from nestpipe.simulator.advise import LIMITS, Advice, Choice, advise
-from nestpipe.simulator.simulate import Scenario
+from nestpipe.simulator.scenario import Scenario
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from rich import box
 from rich.table import Table
 
 from nestpipe.commands.simulate import wide_console
-from nestpipe.records import provenance, write_atomically
-from nestpipe.simulator.calibrate import CalibrateConfig, calibrate, profile_toml
-from nestpipe.simulator.hardware import local_profile
-from nestpipe.simulator.validate import Check, mean_error_pct, validate
+from nestpipe.machine.files import write_atomically
+from nestpipe.measurement.provenance import provenance
+from nestpipe.simulator.calibrate.measure import CalibrateConfig, calibrate, profile_toml
+from nestpipe.simulator.calibrate.predict_and_measure import Check, mean_error_pct, validate
+from nestpipe.simulator.profile import local_profile
 
 
 @dataclass(frozen=True)

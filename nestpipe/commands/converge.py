@@ -11,8 +11,8 @@ import tyro
 from rich.console import Console
 
 from nestpipe.commands.bars import progress_bar
-from nestpipe.convergence import ConvergenceConfig, converge
-from nestpipe.records import require_writable
+from nestpipe.machine.files import require_writable
+from nestpipe.training.convergence import ConvergenceConfig, converge
 
 
 @dataclass(frozen=True)

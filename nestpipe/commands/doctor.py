@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import tyro
 
-from nestpipe import doctor
+from nestpipe.machine import doctor
 
 
 @dataclass(frozen=True)

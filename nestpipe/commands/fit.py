@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from nestpipe.commands.simulate import wide_console
-from nestpipe.records import provenance, write_atomically
-from nestpipe.simulator.assumptions import Assumption, assumptions
-from nestpipe.simulator.fit import Errors
-from nestpipe.simulator.fit_report import Report, full_fit
-from nestpipe.simulator.paper import NPU, NotePoint, SweepPoint, micro_batch_sweep, note_points
+from nestpipe.machine.files import write_atomically
+from nestpipe.measurement.provenance import provenance
+from nestpipe.simulator.fit.assumptions import Assumption, assumptions
+from nestpipe.simulator.fit.figure_points import NPU, NotePoint, SweepPoint, micro_batch_sweep, note_points
+from nestpipe.simulator.fit.least_squares import Errors
+from nestpipe.simulator.fit.report import Report, full_fit
 from nestpipe.simulator.profile import load_profile
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from nestpipe.records import require_writable, write_atomically
+from nestpipe.machine.files import require_writable, write_atomically
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class ReportCommand:
 
 
 def main(arguments: Sequence[str]) -> int:
-    from results.aggregate import sources_from
-    from results.render import to_markdown
-    from results.report import make_all, to_report
-    from results.write import write_artefacts
+    from results.frames.frames import sources_from
+    from results.report.render import to_markdown
+    from results.report.report import make_all, to_report
+    from results.report.write import write_artefacts
 
     command = tyro.cli(ReportCommand, prog="nestpipe report", args=arguments)
     beside = command.folder

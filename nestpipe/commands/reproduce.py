@@ -13,10 +13,10 @@ import tyro
 from rich.console import Console
 
 from nestpipe.commands.bars import progress_bar
-from nestpipe.records import require_writable_folder, write_atomically
+from nestpipe.machine.files import require_writable_folder, write_atomically
 
 if TYPE_CHECKING:
-    from results.plan import Part
+    from results.experiments.plan import Part
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class ReproduceCommand:
 
 def main(arguments: Sequence[str]) -> int:
     from nestpipe.commands.report import main as report
-    from nestpipe.run import RunConfig, validate
-    from results.plan import Options, plan
+    from nestpipe.training.runs import RunConfig, validate
+    from results.experiments.plan import Options, plan
 
     command = tyro.cli(ReproduceCommand, prog="nestpipe reproduce", args=arguments)
     if min(command.workers, command.rounds) < 1:
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(part: Part, i: int, count: int, command: ReproduceCommand, console: Console) -> None:
-    from results.measure import run_part
+    from results.experiments.run_part import run_part
 
     with progress_bar(console, part.name) as show:
         done = run_part(part, command.folder, show, again=command.again)
@@ -90,7 +90,7 @@ def _run(part: Part, i: int, count: int, command: ReproduceCommand, console: Con
 
 
 def _note_time(folder: Path, part: str, seconds: float) -> None:
-    from results.report import read_times
+    from results.report.report import read_times
 
     times = read_times(folder) | {part: round(seconds, 1)}
     write_atomically(folder / "times.json", json.dumps(times, indent=1, sort_keys=True) + "\n")

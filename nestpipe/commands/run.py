@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from nestpipe.records import Record, Store, require_writable, require_writable_folder, write_atomically
-from nestpipe.run import WARM_UP_STEPS, MethodRun, RunConfig, run, validate
-from nestpipe.testbed import TestbedUnavailable
-from nestpipe.trace import perfetto_json
+from nestpipe.machine.files import require_writable, require_writable_folder, write_atomically
+from nestpipe.measurement.record import Record, Store
+from nestpipe.measurement.trace import perfetto_json
+from nestpipe.ranks.testbed import TestbedUnavailable
+from nestpipe.training.runs import WARM_UP_STEPS, MethodRun, RunConfig, run, validate
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from typing import Annotated
 
 import tyro
 
-from nestpipe.consistency import check
-from nestpipe.drawing import grid
+from nestpipe.checker.rules import check
+from nestpipe.drawing.text_grid import grid
 from nestpipe.methods import MethodOptions, UnknownMethod, find_method
-from nestpipe.schedule import MOST_MICRO_BATCHES, STAGES, Schedule
-from nestpipe.schedule_text import load, to_text
+from nestpipe.schedule.operations import MOST_MICRO_BATCHES, Schedule
+from nestpipe.schedule.stages import STAGES
+from nestpipe.schedule.text import load, to_text
 
 
 @dataclass(frozen=True)

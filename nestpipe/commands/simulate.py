@@ -13,8 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nestpipe.records import Record, Store, write_atomically
-from nestpipe.simulator.simulate import SimulateConfig, mean, scaling, simulate
+from nestpipe.machine.files import write_atomically
+from nestpipe.measurement.record import Record, Store
+from nestpipe.simulator.scenario import SimulateConfig, mean, scaling, simulate
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def _folder(name: str, folder: Path | None) -> SweepFolder:
 def _preview(command: Preview, out: Console) -> int:
     from slurm.executors import sbatch_text
     from slurm.grid import by_shape, find_grid, load_grid
-    from slurm.predict import predict
+    from slurm.node_hours import predict
 
     grid = load_grid(find_grid(command.grid), command.cluster.given())
     predictions = predict(grid.points, grid.cluster)

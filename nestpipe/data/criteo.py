@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from nestpipe.data import draws
+from nestpipe.data import counter_random as draws
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.trainer import TableConfig
+from nestpipe.data.tables import TableConfig
 
 DENSE_FEATURES = 13
 #: Distinct values of the 26 columns, capped at 100,000.

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from nestpipe.data import draws
+from nestpipe.data import counter_random as draws
 from nestpipe.data.batch import Batch, Jagged
 
 Reader = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]

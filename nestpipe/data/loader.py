@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.data.dataset import Dataset
-from nestpipe.data.kuairand import load_kuairand
+from nestpipe.data.kuairand.kuairand import load_kuairand
 from nestpipe.data.movielens import load_movielens
 from nestpipe.data.synthetic import load_synthetic
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.data.dataset import DataError, Dataset, flat_ranges
-from nestpipe.data.textblocks import BadRows, blocks
+from nestpipe.data.text_blocks import BadRows, blocks
 
 _FIELDS = ("user id", "item id", "rating", "timestamp")
 _FILES = ("u.data", "ratings.dat", "ratings.csv")

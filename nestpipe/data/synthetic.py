@@ -18,7 +18,7 @@ from importlib.resources import files
 import numpy as np
 
 from nestpipe.config import DataConfig, ModelConfig
-from nestpipe.data import draws
+from nestpipe.data import counter_random as draws
 from nestpipe.data.dataset import Dataset, Reader, flat_ranges
 
 _GROUP = 16  # items of a group

@@ -9,12 +9,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from nestpipe.consistency import check
-from nestpipe.schedule import STAGES
+from nestpipe.checker.rules import check
+from nestpipe.schedule.stages import STAGES
 from nestpipe.simulator.cost import ClusterError
 from nestpipe.simulator.methods import SimulatedMethod
-from nestpipe.simulator.run import stage_costs, steady_step, steady_steps
-from nestpipe.simulator.simulate import Scenario, Setting, resolve
+from nestpipe.simulator.scenario import Scenario, Setting, resolve
+from nestpipe.simulator.step_times import stage_costs, steady_step, steady_steps
 
 #: Numbers of micro-batches considered, where they divide the batch.
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)

@@ -7,15 +7,11 @@ dense time that holds updates and the dense AllReduce).
 from __future__ import annotations
 
 import math
-import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from nestpipe.schedule import STAGES
+from nestpipe.schedule.stages import STAGES
 
 
 class ProfileError(ValueError):
@@ -107,40 +103,6 @@ class Hardware:
 def _not_negative(hardware: str, name: str, value: float) -> None:
     if not 0 <= value < math.inf:
         raise ProfileError(f"hardware '{hardware}': {name} is {value}, must be a number of at least 0")
-
-
-def local_profile() -> Path:
-    """Where ``nestpipe calibrate`` keeps this machine's profile, known as ``local``."""
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(base) / "nestpipe" / "local.toml"
-
-
-def known_profiles() -> list[str]:
-    """Names of the profiles that ship with the package."""
-    folder = files("nestpipe.simulator") / "profiles"
-    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
-
-
-def load_profile_text(name_or_path: str) -> dict[str, Any]:
-    """The TOML tables of a shipped profile or a file. Raises ProfileError, listing the known ones."""
-    path = Path(name_or_path)
-    try:
-        if name_or_path in known_profiles():
-            text = (files("nestpipe.simulator") / "profiles" / f"{name_or_path}.toml").read_text(encoding="utf-8")
-        elif name_or_path == "local":
-            if not local_profile().is_file():
-                raise ProfileError("hardware 'local' has not been measured: run 'nestpipe calibrate' first")
-            text = local_profile().read_text(encoding="utf-8")
-        elif path.suffix == ".toml" and path.is_file():
-            text = path.read_text(encoding="utf-8")
-        elif path.suffix == ".toml":
-            raise ProfileError(f"hardware '{name_or_path}': no such file")
-        else:
-            known = ", ".join(known_profiles())
-            raise ProfileError(f"unknown hardware '{name_or_path}': one of {known}, local, or a .toml file")
-        return tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ProfileError(f"hardware '{name_or_path}': cannot be read as TOML ({error})") from error
 
 
 def hardware_from_table(name: str, table: Mapping[str, Any]) -> Hardware:

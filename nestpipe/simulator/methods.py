@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from nestpipe import schedule
-from nestpipe.schedule import Schedule
-from nestpipe.schedule_text import load
+from nestpipe.schedule.operations import Schedule
+from nestpipe.schedule.text import load
 
 
 class UnknownMethod(ValueError):

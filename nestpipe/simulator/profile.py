@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from nestpipe.simulator.cost import Reference, reference_from_table, reference_hardware
-from nestpipe.simulator.hardware import Hardware, ProfileError, hardware_from_table, load_profile_text
-from nestpipe.simulator.sampling import load_statistics
+from nestpipe.simulator.hardware import Hardware, ProfileError, hardware_from_table
+from nestpipe.simulator.key_statistics import load_statistics
+from nestpipe.simulator.reference import Reference, reference_from_table, reference_hardware
 from nestpipe.simulator.workload import KeyStatistics, Workload, WorkloadError
 
 #: Calibrated profiles whose tables cannot tell apart what is contained in what.
@@ -95,3 +99,37 @@ def resized(
         sequence_length=length,
         batch_size=batch_size or workload.batch_size,
     )
+
+
+def local_profile() -> Path:
+    """Where ``nestpipe calibrate`` keeps this machine's profile, known as ``local``."""
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "nestpipe" / "local.toml"
+
+
+def known_profiles() -> list[str]:
+    """Names of the profiles that ship with the package."""
+    folder = files("nestpipe.simulator") / "profiles"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def load_profile_text(name_or_path: str) -> dict[str, Any]:
+    """The TOML tables of a shipped profile or a file. Raises ProfileError, listing the known ones."""
+    path = Path(name_or_path)
+    try:
+        if name_or_path in known_profiles():
+            text = (files("nestpipe.simulator") / "profiles" / f"{name_or_path}.toml").read_text(encoding="utf-8")
+        elif name_or_path == "local":
+            if not local_profile().is_file():
+                raise ProfileError("hardware 'local' has not been measured: run 'nestpipe calibrate' first")
+            text = local_profile().read_text(encoding="utf-8")
+        elif path.suffix == ".toml" and path.is_file():
+            text = path.read_text(encoding="utf-8")
+        elif path.suffix == ".toml":
+            raise ProfileError(f"hardware '{name_or_path}': no such file")
+        else:
+            known = ", ".join(known_profiles())
+            raise ProfileError(f"unknown hardware '{name_or_path}': one of {known}, local, or a .toml file")
+        return tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ProfileError(f"hardware '{name_or_path}': cannot be read as TOML ({error})") from error

@@ -1,0 +1,1 @@
+"""Real TorchRec: schedules as declared, a trainer, and what observes it."""

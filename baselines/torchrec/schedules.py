@@ -1,0 +1,43 @@
+"""Real TorchRec's pipelines as schedules: declared here, observed in a run's trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from nestpipe.schedule.building import marked, op, schedule
+from nestpipe.schedule.operations import Schedule
+
+
+def torchrec_schedule(micro_batches: int = 1) -> Schedule:
+    """What torchrec's ``TrainPipelineSparseDist`` does, declared; one host thread issues everything in this order.
+
+    Key routing of the next batch runs beside this batch's forward. The fused optimizer updates the
+    table inside backward, so there is no buffer to write back and nothing to synchronise.
+    """
+    return _torchrec("torchrec")
+
+
+def torchrec_bf16_schedule(micro_batches: int = 1) -> Schedule:
+    """The same with embeddings and their gradients in bfloat16."""
+    return marked(_torchrec("torchrec-bf16"), "EG", "lossy")
+
+
+def _torchrec(name: str, before_step: Iterable[Any] = ()) -> Schedule:
+    extra = list(before_step)
+    last = " ".join(o.ref.relative() for o in extra)
+    ops = [
+        op("K+1", after="H+1 O-1"),
+        op("P+2", after="O-1"),
+        op("H+2", after="P+2"),
+        op("R", after="K H+2"),
+        op("E.1", after="R"),
+        op("F.1", after="E.1"),
+        op("B.1", after="F.1"),
+        op("A", after="B.1"),
+        op("G.1", after="B.1"),
+        op("U", after="G.1", writes="accumulator table"),
+        *extra,
+        op("O", after=f"U A {last}"),
+    ]
+    return schedule(name, 1, ops)

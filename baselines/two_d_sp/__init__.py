@@ -1,0 +1,1 @@
+"""2D-SP: two-dimensional sparse parallelism, alone and with NestPipe."""

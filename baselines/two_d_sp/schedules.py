@@ -1,0 +1,74 @@
+"""2D-SP (two-dimensional sparse parallelism, arXiv 2508.03854) as schedules, alone and inside NestPipe.
+
+Tables are sharded inside groups of workers and replicated between the groups. The All2Alls stay in
+a group; what the other groups have learned comes by stage ``D``, micro-batch by micro-batch, so that
+NestPipe hides it like the gradient All2All (Table IV: of 452 ms in all, 1/8 stays exposed). The
+method's momentum-scaled AdaGrad changes the update rule, which the mark on ``U`` says: the engine then
+keeps the gradients of the groups apart and averages what each group's update would have given. Without
+the mark (the exact form) D sums gradients over groups, and U is that of plain synchronous training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baselines.torchrec.schedules import _torchrec
+from nestpipe.methods import MethodOptions
+from nestpipe.schedule.building import one_at_a_time, op, schedule
+from nestpipe.schedule.operations import Op, Schedule
+from nestpipe.schedule.templates import nestpipe, serial
+
+
+def two_d_sp() -> Schedule:
+    """Unpipelined, one micro-batch."""
+    ops = [replace(o, after=()) for o in serial().ops]
+    return schedule("2d-sp", 1, one_at_a_time(_with_replicas(ops)), derive=False)
+
+
+def nestpipe_two_d_sp(micro_batches: int = 8, received: int = 3) -> Schedule:
+    """NestPipe whose exchanges stay in a group, with 2D-SP's update rule."""
+    template = nestpipe(micro_batches, received)
+    ops = [replace(o, after=()) for o in template.ops]  # derived again, with D among them
+    return schedule("nestpipe+2d-sp", micro_batches, _with_replicas(ops), received=received)
+
+
+def nestpipe_two_d_sp_exact(micro_batches: int = 8, received: int = 3) -> Schedule:
+    """The same with the update rule of plain synchronous training."""
+    return exact(nestpipe_two_d_sp(micro_batches, received))
+
+
+def serial_two_d_sp(micro_batches: int = 1) -> Schedule:
+    """The exact form unpipelined: what the pipelined one must equal bit for bit."""
+    ops = [replace(o, after=()) for o in serial(micro_batches).ops]
+    name = f"serial+2d-sp({micro_batches})"
+    return exact(schedule(name, micro_batches, one_at_a_time(_with_replicas(ops)), derive=False), name)
+
+
+def exact(template: Schedule, name: str | None = None) -> Schedule:
+    """``template`` without marks."""
+    ops = tuple(replace(o, marks=()) for o in template.ops)
+    return replace(template, name=name or f"{template.name}-exact", ops=ops)
+
+
+def _with_replicas(ops: Sequence[Op]) -> list[Op]:
+    result: list[Op] = []
+    for o in ops:
+        if o.ref.stage == "G":
+            result += [replace(o, writes=("arrived",)), op(f"D.{o.ref.micro}")]
+        elif o.ref.stage == "U":
+            result.append(replace(o, marks=("update_rule",)))
+        else:
+            result.append(o)
+    return result
+
+
+def two_d_sp_schedule(options: MethodOptions, micro_batches: int = 1) -> Schedule:
+    """2D-SP, declared: torchrec's order, and D(t), the averaging of the replicas, between U(t) and O(t).
+
+    D changes the update rule unless it follows every SGD step (see ``baselines.two_d_sp.trainer``). With an interval
+    above 1 most batches have no D: what is declared is the step that has one.
+    """
+    synchronous = options.sparse_optimizer == "sgd" and options.sync_interval == 1
+    replicas = op("D.1", after="U A", reads="", writes="table", marks=() if synchronous else ("update_rule",))
+    return _torchrec("2d-sp", [replicas])

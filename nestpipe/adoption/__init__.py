@@ -1,0 +1,7 @@
+"""A TorchRec user's own model and loop, trained by NestPipe."""
+
+from nestpipe.adoption.batches import BatchError
+from nestpipe.adoption.pipeline import NestPipeline
+from nestpipe.adoption.separable import NotSeparable
+
+__all__ = ["BatchError", "NestPipeline", "NotSeparable"]

@@ -1,0 +1,301 @@
+"""NestPipe in a TorchRec user's own loop: the model stays as it is, one object takes the place of the pipeline.
+
+    pipeline = NestPipeline(model, dense_optimizer=lambda p: torch.optim.Adam(p, lr=1e-3), micro_batches=8)
+    result = pipeline.progress(batches)          # as TrainPipelineSparseDist.progress
+
+``model`` is unsharded and holds torchrec's ``EmbeddingBagCollection`` or ``EmbeddingCollection``, any number of them,
+anywhere; it maps a batch to a loss, or to (loss, anything), as TorchRec's pipelines want it. In a frozen window it
+must be separable by sample: see ``nestpipe.adoption.separable``, which looks before the first step. Dropout works,
+with other random numbers than in one batch. What no check sees: a model that keeps state between batches in plain
+attributes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nestpipe.adoption.batches import ForeignBatches
+from nestpipe.adoption.collections import (
+    HandedRows,
+    drop_in,
+    find_collections,
+    read_keys,
+    stated_optimizer,
+    table_configs,
+    tables_of,
+    whole_tables,
+)
+from nestpipe.adoption.separable import require_no_batch_statistics, require_separable_loss
+from nestpipe.clustering.clustering import clustered
+from nestpipe.data.batch import Batch, Jagged
+from nestpipe.data.tables import TableConfig
+from nestpipe.methods import find_method
+from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult, Trainer
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """How a model's output becomes the sum over samples of its loss."""
+
+    reduction: str
+
+    def total(self, output: Any, samples: int) -> Tensor:
+        """Raises ValueError for what is no loss."""
+        loss = output[0] if isinstance(output, tuple | list) and len(output) else output
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"the model must return its loss, or (loss, anything); it returned {type(output).__name__}"
+            )
+        if self.reduction == "mean" and loss.numel() != 1:
+            raise ValueError(f"the model returned {loss.numel()} losses, and reduction='mean' takes one: state 'none'")
+        return (loss * samples).reshape(()) if self.reduction == "mean" else loss.sum()
+
+
+class AdoptedModel(nn.Module):
+    """A user's model as the engine runs it: ``Batch`` in, the sum of its losses out.
+
+    Its embedding collections are replaced in place by drop-ins that pool the rows which the engine hands out.
+    """
+
+    def __init__(self, model: nn.Module, embeddings: nn.Module, batches: ForeignBatches, losses: _Losses) -> None:
+        super().__init__()
+        self.model = model
+        self._batches, self._losses = batches, losses
+        self.outputs: list[Any] = []
+        self._rows = HandedRows(embeddings)
+        for path, collection in find_collections(model).items():
+            _replace(self, f"model.{path}" if path else "model", drop_in(path, collection, self._rows))
+
+    def forward(self, part: Batch) -> Tensor:
+        self._rows.closed = False
+        try:
+            output = self.model(self._batches.from_batch(part))
+        finally:
+            self._rows.closed = True
+        if isinstance(output, tuple | list) and len(output) > 1:
+            self.outputs.append(_detached(output[1]))
+        return self._losses.total(output, len(part))
+
+
+class NestPipeline:
+    """Trains ``model`` by a NestPipe method, with the interface of TorchRec's train pipelines.
+
+    ``dense_optimizer``: list of parameters -> torch optimizer, for everything outside the tables.
+    ``sparse_optimizer``: None takes what ``apply_optimizer_in_backward`` stated on the tables. ``method``: any that
+    ``nestpipe methods`` lists and the engine runs. ``reduction``: the loss is the mean of its samples, their sum,
+    or one value each (``none``). ``clustering``: see ``nestpipe.clustering``. ``check``: look at the first batch.
+
+    Tables start from the collections' weights, or, where those are on the meta device, from torchrec's default
+    range, a function of (seed, table, row). The first ``progress`` is collective and builds the engine.
+    Raises NotSeparable, BatchError, or ValueError for what cannot be adopted: tables of unequal dims (pad them,
+    or let all have the largest), rows that are not float32, no collection at all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dense_optimizer: DenseOptimizer,
+        sparse_optimizer: SparseOptimizer | None = None,
+        micro_batches: int = 8,
+        method: str = "nestpipe",
+        reduction: str = "mean",
+        clustering: bool = False,
+        seed: int = 0,
+        check: bool = True,
+    ) -> None:
+        if micro_batches < 1:
+            raise ValueError(f"micro_batches is {micro_batches}, must be at least 1")
+        if isinstance(dense_optimizer, torch.optim.Optimizer) or not callable(dense_optimizer):
+            raise ValueError(
+                f"dense_optimizer is a {type(dense_optimizer).__name__}; it is to be a function from parameters to an "
+                "optimizer, such as lambda p: torch.optim.AdamW(p)"
+            )
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction '{reduction}' is none of {', '.join(REDUCTIONS)}")
+        collections = find_collections(model)
+        if not collections:
+            raise ValueError("the model holds no EmbeddingBagCollection or EmbeddingCollection; is it sharded already?")
+        self._tables, self._reads = table_configs(collections), read_keys(collections)
+        self._sparse = sparse_optimizer or stated_optimizer(collections)
+        self._method = find_method(method)
+        self._micro_batches = self._method.micro_batches or micro_batches
+        if self._micro_batches > 1:
+            require_no_batch_statistics(model)
+        self._model, self._dense, self._losses = model, dense_optimizer, _Losses(reduction)
+        self._clustering, self._seed, self._check = clustering, seed, check and self._micro_batches > 1
+        self._source: Iterator[Any] | None = None
+        self._batches: Iterator[Batch] = iter(())
+        self._trainer: Trainer | None = None
+        self._adopted: AdoptedModel | None = None
+        self._skeleton: nn.Module = nn.Module()
+
+    def progress(self, batches: Iterator[Any]) -> StepResult:
+        """One step. Raises StopIteration once the data of all ranks has ended and every batch is trained.
+
+        ``batches``: the same iterator at every step; another one begins another pass over data.
+        """
+        if not isinstance(batches, Iterator):
+            raise ValueError(
+                f"progress takes an iterator, the same at every step, and this is a {type(batches).__name__}: "
+                "batches = iter(loader) before the loop"
+            )
+        if self._source is not batches:
+            self._source, self._batches = batches, self._converted(batches)
+        if self._adopted is not None:
+            self._adopted.outputs.clear()
+        return self.trainer.progress(self._batches)
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The second part of the model's outputs of the last step, one per micro-batch that had samples, detached."""
+        return self._adopted.outputs if self._adopted else []
+
+    @property
+    def trainer(self) -> Trainer:
+        """The engine underneath: tables, spans, state. Raises RuntimeError before the first ``progress``."""
+        if self._trainer is None:
+            raise RuntimeError("no batch has been seen yet: the first progress() builds the engine")
+        return self._trainer
+
+    def export(self) -> nn.Module:
+        """The model as it was handed in, with its own collections and all that is trained so far: to evaluate or save.
+
+        A copy, on every rank, with whole tables: it must fit in memory. Collective, between steps.
+        """
+        trainer = self.trainer
+        assert self._adopted is not None
+        model = copy.deepcopy(self._skeleton)
+        for collection in find_collections(model).values():
+            for name, table in tables_of(collection).items():
+                table.weight = nn.Parameter(trainer.table(name).clone())
+        model.load_state_dict(self._adopted.model.state_dict(), strict=False)  # tables are not in it
+        return model
+
+    def close(self) -> None:
+        """End threads and process groups. Collective."""
+        if self._trainer is not None:
+            self._trainer.close()
+
+    def detach(self) -> None:
+        """``close`` by the name that TorchRec's pipelines have for the end of training."""
+        self.close()
+
+    def _converted(self, source: Iterator[Any]) -> Iterator[Batch]:
+        example = next(source, None)
+        if self._trainer is None:
+            error = self._first_error(example)
+            _raise_on_all_ranks(error)
+            self._build(ForeignBatches(self._reads, example))
+        if example is None:
+            return iter(())
+        foreign = ForeignBatches(self._reads, example)
+        batches = foreign.batches(_and_then(example, source))
+        return clustered(batches, self._tables, self._micro_batches) if self._clustering else batches
+
+    def _first_error(self, example: Any) -> Exception | None:
+        """What keeps this rank from training, seen on its first batch."""
+        if example is None:
+            return ValueError("the first iterator holds no batch, so the type of batches is unknown")
+        foreign = ForeignBatches(self._reads, example)
+        try:
+            first = foreign.to_batch(example, 0)
+            if self._check:
+                self._check_separable(foreign, first)
+        except Exception as error:  # raised by ``_raise_on_all_ranks``, so that no rank waits for this one
+            return error
+        return None
+
+    def _build(self, foreign: ForeignBatches) -> None:
+        tables = whole_tables(find_collections(self._model))  # before the drop-ins take their place
+        self._skeleton = _copy_without_tables(self._model, "meta")
+
+        def build(embeddings: nn.Module) -> nn.Module:
+            self._adopted = AdoptedModel(self._model, embeddings, foreign, self._losses)
+            return self._adopted
+
+        spec = ModelSpec(self._tables, build, summed=True)
+        self._trainer = self._method.build(spec, self._sparse, self._dense, self._seed, self._micro_batches)
+        _load(self._trainer, self._tables, tables)
+
+    def _check_separable(self, foreign: ForeignBatches, batch: Batch) -> None:
+        """With made-up rows: whether samples mix does not depend on their values."""
+        adopted = AdoptedModel(_copy_without_tables(self._model), _MadeUpRows(self._tables), foreign, self._losses)
+
+        def loss_sum(model: nn.Module, part: Batch) -> Tensor:
+            made_up = next(m for m in model.modules() if isinstance(m, _MadeUpRows))
+            made_up.part = part
+            return model(part).sum()
+
+        require_separable_loss(loss_sum, adopted, batch)
+
+
+class _MadeUpRows(nn.Module):
+    """Rows that are a function of the key, for a look at the model before there are tables."""
+
+    def __init__(self, tables: tuple[TableConfig, ...]) -> None:
+        super().__init__()
+        self._tables = tables
+        self.part: Batch | None = None
+        self._values = torch.empty(1009, tables[0].dim).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, sparse: Any) -> dict[str, Jagged]:
+        assert self.part is not None
+        return {
+            feature: Jagged(self._values[jagged.values() % len(self._values)], jagged.lengths())
+            for table in self._tables
+            for feature in table.features
+            for jagged in (self.part.sparse[feature],)
+        }
+
+
+def _raise_on_all_ranks(error: Exception | None) -> None:
+    """Collective: were one rank alone to raise, the others would wait for it inside the first exchange."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        errors: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, str(error) if error else None)
+        if error is None and any(errors):
+            rank = next(rank for rank, text in enumerate(errors) if text)
+            error = ValueError(f"rank {rank}: {errors[rank]}")
+    if error is not None:
+        raise error
+
+
+def _copy_without_tables(model: nn.Module, device: str | None = None) -> nn.Module:
+    """A copy of ``model`` whose tables are not copied: they are ``model``'s own, or without values on ``device``."""
+    weights = [p for collection in find_collections(model).values() for p in collection.parameters()]
+    memo = {id(p): p if device is None else nn.Parameter(torch.empty_like(p, device=device)) for p in weights}
+    return copy.deepcopy(model, memo=memo)
+
+
+def _load(trainer: Any, tables: tuple[TableConfig, ...], whole: dict[str, Tensor]) -> None:
+    """This rank's rows of the tables that the collections hold already."""
+    layout, rank = trainer.layout, trainer.exchanges["keys"].rank
+    for t, table in enumerate(tables):
+        if table.name in whole:
+            start, stop = layout.owned(t, rank)
+            trainer.shard.weight[layout.base[t] : layout.base[t] + stop - start] = whole[table.name][start:stop]
+
+
+def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent), name, module)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return tuple(_detached(part) for part in value) if isinstance(value, tuple | list) else value
+
+
+def _and_then(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest

@@ -1,0 +1,5 @@
+"""Is a schedule well formed, is it synchronous training, and does a real trace follow it?"""
+
+from nestpipe.checker.rules import Problem, check
+
+__all__ = ["Problem", "check"]

@@ -1,0 +1,1 @@
+"""The KuaiRand logs: read, checked and converted once."""

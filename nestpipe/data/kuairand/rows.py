@@ -1,0 +1,159 @@
+"""The rows of a KuaiRand log: who was shown which video when, from CSV text, strictly and fast.
+
+A block whose bytes are digits, commas, signs and line feeds alone goes through pyarrow's CSV reader. A block with
+anything else, or that does not come out as one sound row per line, is read line by line by Python's, to the same
+rules: a row has as many fields as the header; user, video and time are whole numbers of at most 18 digits (leading
+zeros aside), not negative, in quotes or not. The other columns are not looked at.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nestpipe.data.dataset import DataError
+from nestpipe.data.text_blocks import BLOCK_BYTES, BadRows, Block, blocks
+
+#: The columns that are read: who, what, when (milliseconds since 1970).
+USED = ("user_id", "video_id", "time_ms")
+_MOST_DIGITS = 18
+_UNUSUAL = np.ones(256, dtype=bool)
+_UNUSUAL[np.frombuffer(b"0123456789,-\n", dtype=np.uint8)] = False
+
+
+@dataclass(frozen=True)
+class LogRows:
+    """Some rows of a log in file order, int64 [rows] each; ``bytes_read`` of its file so far."""
+
+    users: np.ndarray
+    videos: np.ndarray
+    times: np.ndarray
+    bytes_read: int
+
+
+def read_log(path: Path, bad: BadRows, size: int = BLOCK_BYTES) -> Iterator[LogRows]:
+    """All rows of one file. Raises DataError for a file that cannot be read or changes meanwhile, and a foreign header.
+
+    Bad rows go to ``bad``.
+    """
+    try:
+        bytes_there = path.stat().st_size
+        columns: list[str] | None = None
+        end = 0
+        for block in blocks(path, size):
+            end = block.end
+            if columns is None:
+                columns, block = _header(path, block)
+            yield _rows(path, block, columns, bad)
+        if columns is None:
+            bad.add(path, 1, "the file is empty")
+        if end != bytes_there:
+            raise DataError(f"{path}: {bytes_there} bytes when reading began, {end} at its end; it is being written to")
+    except FileNotFoundError:
+        raise DataError(f"{path}: has vanished; put it back and start again") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check --data-path") from None
+
+
+def _header(path: Path, block: Block) -> tuple[list[str], Block]:
+    line, _, text = block.text.partition(b"\n")
+    try:
+        columns = next(csv.reader([line.decode("utf-8-sig")]), [])
+    except (UnicodeDecodeError, csv.Error):
+        columns = []
+    if missing := [name for name in USED if columns.count(name) != 1]:
+        shown = line.decode("utf-8", "replace")[:60]
+        raise DataError(
+            f"{path}:1: the header lacks {', '.join(missing)} ({shown!r}); expected a KuaiRand log, UTF-8, with "
+            "user_id, video_id, date, hourmin, time_ms and so on"
+        )
+    return columns, Block(text, block.first_line + 1, block.end)
+
+
+def _rows(path: Path, block: Block, columns: Sequence[str], bad: BadRows) -> LogRows:
+    rows = _fast(block, columns)
+    if rows is None:
+        rows = _line_by_line(path, block, columns, bad)
+    return LogRows(*rows, bytes_read=block.end)
+
+
+def _fast(block: Block, columns: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """The three columns, or None where any line is not plainly good."""
+    import pyarrow as pa
+    from pyarrow import csv as arrow_csv
+
+    if not block.text:
+        return None
+    if _UNUSUAL[np.frombuffer(block.text, dtype=np.uint8)].any():
+        return None
+    try:
+        table = arrow_csv.read_csv(
+            pa.BufferReader(block.text),
+            read_options=arrow_csv.ReadOptions(
+                use_threads=False, block_size=len(block.text) + 1, column_names=[str(n) for n in range(len(columns))]
+            ),
+            parse_options=arrow_csv.ParseOptions(quote_char=False, ignore_empty_lines=False),
+            convert_options=arrow_csv.ConvertOptions(
+                include_columns=[str(columns.index(name)) for name in USED],
+                column_types={str(columns.index(name)): pa.int64() for name in USED},
+                null_values=[],
+            ),
+        )
+    except pa.ArrowInvalid:
+        return None
+    if table.num_rows != block.lines:
+        return None
+    users, videos, times = (column.to_numpy() for column in table.columns)
+    sound = all(column.min() >= 0 and column.max() < 10**_MOST_DIGITS for column in (users, videos, times))
+    return (users, videos, times) if sound else None
+
+
+def _line_by_line(
+    path: Path, block: Block, columns: Sequence[str], bad: BadRows
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    used = [columns.index(name) for name in USED]
+    good: list[list[int]] = []
+    for number, line in enumerate(block.text.split(b"\n")[: block.lines], block.first_line):
+        fields, complaint = _fields(line)
+        if not complaint:
+            complaint = _complaint(fields, columns)
+        if complaint:
+            bad.add(path, number, complaint)
+        else:
+            good.append([int(fields[at]) for at in used])
+    users, videos, times = np.array(good, dtype=np.int64).reshape(-1, 3).T.copy()
+    return users, videos, times
+
+
+def _fields(line: bytes) -> tuple[list[str], str]:
+    """The fields of a line, or what keeps it from having any."""
+    if not line.strip():
+        return [], "empty line"
+    try:
+        return next(csv.reader([line.decode("utf-8")], strict=True)), ""
+    except UnicodeDecodeError:
+        return [], "not UTF-8"
+    except csv.Error as error:
+        return [], f"broken quotes ({error})"
+
+
+def _complaint(fields: Sequence[str], columns: Sequence[str]) -> str:
+    """What is wrong with a row; nothing where it is good."""
+    if list(fields) == list(columns):
+        return "a second header"
+    if len(fields) != len(columns):
+        return f"{len(fields)} fields, expected {len(columns)}"
+    for name in USED:
+        field = fields[columns.index(name)]
+        if not re.fullmatch(r"-?[0-9]+", field, re.ASCII):
+            return f"{name} {field[:40]!r} is not a whole number"
+        if len(field.lstrip("-0")) > _MOST_DIGITS:
+            return f"{name} {field[:40]} is too large"
+        if int(field) < 0:
+            return f"{name} {field} is negative"
+    return ""

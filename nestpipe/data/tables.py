@@ -1,0 +1,19 @@
+"""Embedding tables, as data sets and models name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """One embedding table: ``rows`` x ``dim`` float32; ``features`` are the keys of ``Batch.sparse`` that read it.
+
+    A row's initial value is uniform in (-scale, scale) and depends on (seed, name, row) only.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    features: tuple[str, ...]
+    scale: float

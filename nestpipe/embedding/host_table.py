@@ -1,0 +1,108 @@
+"""One rank's shard of the embedding tables, in host memory.
+
+Tables are sharded row-wise in equal blocks, as TorchRec does: rank r of n owns rows
+r * ceil(rows / n) and on. All tables of a model lie in one tensor, one after the other, so a single
+local row number names table and row. A *row* is weight plus optimizer state wherever rows move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nestpipe.data.tables import TableConfig
+from nestpipe.embedding.retrieval_write_back import Rows, empty_rows
+
+#: Rows that share a random generator: initial values come a block at a time, whatever the sharding.
+_INITIAL_BLOCK = 4096
+
+
+def initial_rows(seed: int, table: TableConfig, start: int, stop: int) -> Tensor:
+    """Initial values of rows start..stop-1, float32 [stop - start, dim], uniform in (-scale, scale).
+
+    A row's values depend on (seed, table name, row) only.
+    """
+    rows = torch.empty(stop - start, table.dim)
+    fill_initial_rows(rows, seed, table, start)
+    return rows
+
+
+def fill_initial_rows(out: Tensor, seed: int, table: TableConfig, start: int) -> None:
+    """``initial_rows`` in place, without a second copy of the shard."""
+    stop = start + len(out)
+    generator = torch.Generator()
+    for block in range(start // _INITIAL_BLOCK, -(-stop // _INITIAL_BLOCK)):
+        first = block * _INITIAL_BLOCK
+        generator.manual_seed(_mix(seed, table.name, block))
+        values = torch.empty(_INITIAL_BLOCK, table.dim).uniform_(-table.scale, table.scale, generator=generator)
+        low, high = max(first, start), min(first + _INITIAL_BLOCK, stop)
+        out[low - start : high - start] = values[low - first : high - first]
+
+
+def _mix(seed: int, name: str, block: int) -> int:
+    # FNV-1a: Python's own hash of a string differs between processes.
+    value = 0xCBF29CE484222325
+    for byte in f"{seed}/{name}/{block}".encode():
+        value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
+    return value >> 1
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Where each table's rows live. ``block[t]``: rows of table t per rank; ``base[t]``: its first local row."""
+
+    tables: tuple[TableConfig, ...]
+    world_size: int
+    block: tuple[int, ...]
+    base: tuple[int, ...]
+    local_rows: int
+
+    def owned(self, table: int, rank: int) -> tuple[int, int]:
+        """First and one-past-last row of ``table`` that ``rank`` owns; empty at the end of a small table."""
+        rows = self.tables[table].rows
+        return min(rank * self.block[table], rows), min((rank + 1) * self.block[table], rows)
+
+
+def shard_layout(tables: Sequence[TableConfig], world_size: int) -> ShardLayout:
+    """Equal blocks of every table. Raises ValueError for tables of different dims (one buffer holds all rows), and
+    for two of one name."""
+    names = [t.name for t in tables]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two embedding tables are called '{twice}': give each a name of its own")
+    if len({t.dim for t in tables}) > 1:
+        dims = ", ".join(f"{t.name} {t.dim}" for t in tables)
+        raise ValueError(f"all embedding tables must share one embedding dimension, got {dims}")
+    block = tuple(-(-t.rows // world_size) for t in tables)
+    base = tuple(sum(block[:t]) for t in range(len(tables)))
+    return ShardLayout(tuple(tables), world_size, block, base, sum(block))
+
+
+def host_table(layout: ShardLayout, rank: int, seed: int, state_width: int) -> Rows:
+    """This rank's shard with its initial values; optimizer state zero."""
+    dim = layout.tables[0].dim
+    shard = Rows(torch.zeros(layout.local_rows, dim), torch.zeros(layout.local_rows, state_width))
+    for t, table in enumerate(layout.tables):
+        start, stop = layout.owned(t, rank)
+        fill_initial_rows(shard.weight[layout.base[t] : layout.base[t] + stop - start], seed, table, start)
+    return shard
+
+
+def resharded_rows(shards: Sequence[Rows], layout: ShardLayout, rank: int) -> Rows:
+    """Rank ``rank``'s shard by ``layout``, from all shards of the same tables over another number of ranks."""
+    old = shard_layout(layout.tables, len(shards))
+    result = empty_rows(layout.local_rows, shards[0].weight.shape[1], shards[0].state.shape[1])
+    result.weight.zero_()
+    result.state.zero_()
+    for t in range(len(layout.tables)):
+        start, stop = layout.owned(t, rank)
+        for source, shard in enumerate(shards):
+            first, last = old.owned(t, source)
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                to, of = layout.base[t] + low - start, old.base[t] + low - first
+                result.weight[to : to + high - low] = shard.weight[of : of + high - low]
+                result.state[to : to + high - low] = shard.state[of : of + high - low]
+    return result

@@ -1,0 +1,37 @@
+"""The embedding module that a model gets injected: it hands out the rows that have arrived for a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from nestpipe.data.batch import Batch, Jagged
+from nestpipe.data.tables import TableConfig
+
+
+class ReceivedEmbeddings(nn.Module):
+    """Stands where a torchrec ``EmbeddingCollection`` would: maps the sparse features to ``Jagged`` rows by name.
+
+    The engine sets the micro-batch's rows before the forward pass; embedding happens by position,
+    so the keys that the model passes are not looked at again.
+    """
+
+    def __init__(self, tables: Sequence[TableConfig]):
+        super().__init__()
+        self.features = [feature for table in tables for feature in table.features]
+        self._jagged: dict[str, Jagged] = {}
+
+    def set(self, received: Tensor, inverse: Tensor, part: Batch) -> None:
+        """``received`` float32 [rows, dim] (a leaf that gathers the gradient), ``inverse`` int64 [keys]."""
+        counts = [part.sparse[feature].values().numel() for feature in self.features]
+        # One gather for all features: its backward is then one scatter, not one per feature.
+        rows = received.index_select(0, inverse).split(counts)
+        self._jagged = {
+            feature: Jagged(values, part.sparse[feature].lengths())
+            for feature, values in zip(self.features, rows, strict=True)
+        }
+
+    def forward(self, sparse: Mapping[str, Any]) -> dict[str, Jagged]:
+        return self._jagged

@@ -1,0 +1,82 @@
+"""Sparse update rules, applied once per batch to the rows of the active buffer.
+
+The formulas of SGD and AdaGrad are those of fbgemm's exact kernels, so that real TorchRec and this engine train alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.retrieval_write_back import Rows
+from nestpipe.trainer import SparseOptimizer
+
+RULES = ("sgd", "rowwise_adagrad", "adam")
+
+
+def state_width(optimizer: SparseOptimizer, dim: int) -> int:
+    """float32 state values per row of ``dim`` elements. Raises ValueError for an unknown rule, listing them."""
+    if optimizer.name not in RULES:
+        raise ValueError(f"unknown sparse optimizer '{optimizer.name}', one of {', '.join(RULES)}")
+    return {"sgd": 0, "rowwise_adagrad": 1, "adam": 2 * dim + 1}[optimizer.name]
+
+
+def sparse_update(optimizer: SparseOptimizer, rows: Rows, gradient: Tensor) -> None:
+    """Update ``rows`` in place from ``gradient`` float32 [n, dim], which is used up.
+
+    sgd: w -= lr g. rowwise_adagrad: s += mean over dim of g^2; w -= lr g / (sqrt(s) + eps).
+    adam (Kingma and Ba 2015, as ``torch.optim.SparseAdam``), state m, v and the row's own count k of updates:
+    k += 1; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; w -= lr m / (1 - b1^k) / (sqrt(v / (1 - b2^k)) + eps).
+    It is lazy: a row that a batch does not touch keeps m, v and k, so the bias correction follows the row's updates,
+    not the steps of training (SparseAdam's one count for all rows corrects a row's first update by the step's number).
+    """
+    if optimizer.name == "adam":
+        _adam(optimizer, rows, gradient)
+        return
+    if optimizer.name == "rowwise_adagrad":
+        # A norm reads the gradient once; squaring it first would write a copy.
+        rows.state += gradient.norm(dim=1, keepdim=True).square_().div_(gradient.shape[1])
+        gradient.div_(rows.state.sqrt().add_(optimizer.eps))
+    rows.weight.add_(gradient, alpha=-optimizer.lr)
+
+
+def _adam(optimizer: SparseOptimizer, rows: Rows, gradient: Tensor) -> None:
+    first, second = optimizer.betas
+    m, v, count = rows.state.split([gradient.shape[1], gradient.shape[1], 1], dim=1)
+    count += 1
+    m.lerp_(gradient, 1 - first)
+    v.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+    left = lambda beta: torch.expm1(count * math.log(beta)).neg_()  # 1 - beta^k without its cancellation  # noqa: E731
+    root = (v / left(second)).sqrt_().add_(optimizer.eps)
+    rows.weight.sub_((m / left(first)).div_(root), alpha=optimizer.lr)
+
+
+def momentum_scaled(optimizer: SparseOptimizer, scale: float) -> SparseOptimizer:
+    """AdaGrad with its accumulator divided by ``scale`` (2D-SP), said as learning rate and epsilon; others as they are.
+
+    w -= lr g / (sqrt(s / c) + eps) is the rule above with lr sqrt(c) and eps sqrt(c).
+    """
+    if optimizer.name != "rowwise_adagrad":
+        return optimizer
+    root = math.sqrt(scale)
+    return replace(optimizer, lr=optimizer.lr * root, eps=optimizer.eps * root)
+
+
+def averaged_update(optimizer: SparseOptimizer, rows: Rows, gradients: Tensor) -> None:
+    """2D-SP's rule with interval 1: each replica updated by its own group's gradients, then the mean of the replicas.
+
+    ``gradients`` float32 [groups, n, dim], each group's share of the whole gradient; they are used up. Replicas are
+    equal before, so every rank computes all of them from the same ``rows``.
+    """
+    groups = len(gradients)
+    weight, state = torch.zeros_like(rows.weight), torch.zeros_like(rows.state)
+    for gradient in gradients:
+        replica = Rows(rows.weight.clone(), rows.state.clone())
+        sparse_update(optimizer, replica, gradient.mul_(groups))
+        weight.add_(replica.weight)
+        state.add_(replica.state)
+    rows.weight.copy_(weight.div_(groups))
+    rows.state.copy_(state.div_(groups))

@@ -1,0 +1,1 @@
+"""What the machine offers: versions, compilers, files, progress bars."""

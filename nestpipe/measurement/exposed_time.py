@@ -1,0 +1,141 @@
+"""Exposed time, the one definition: timelines in, step latency and its parts out.
+
+Step t runs from the end of step t - 1 to the end of its last compute operation. Inside it the
+compute lane is busy (dense: F and B; update: U, S and O) or idle. Each idle interval ends because
+some operation could start at last: walk back from it along the critical path, through whatever
+ended last of what each operation waited for, and charge each stretch to the operation that was
+running on it; stretches when none was running are ``other``. Waiting inside a collective for the
+last rank to enter is ``skew``. The parts are disjoint and sum to the step.
+
+Real runs and simulations go through here alike, all ranks at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nestpipe.measurement.trace import Timeline
+from nestpipe.schedule.stages import STAGES
+
+#: Where an idle stretch of the compute lane can go, beside skew and other.
+EXPOSED = ("input", "lookup", "communication", "dense_sync")
+_PARTS = (*EXPOSED, "skew", "other")
+_CATEGORIES = ("dense", "update", *_PARTS)
+_RANKS_AT_A_TIME = 128
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Per-step times in milliseconds, float64 [steps, ranks], by name.
+
+    ``step``; its disjoint parts ``dense``, ``update``, ``exposed_input``, ``exposed_lookup``,
+    ``exposed_communication``, ``exposed_dense_sync``, ``skew``, ``other``; and the own totals
+    without skew ``input``, ``lookup``, ``communication``, ``dense_sync`` (of the batch, hidden or not).
+    """
+
+    steps: tuple[int, ...]
+    ms: Mapping[str, np.ndarray]
+
+    def mean(self, name: str) -> np.ndarray:
+        """[steps], mean over ranks."""
+        return self.ms[name].mean(axis=1)
+
+
+def step_times(timeline: Timeline, inline: str = "compute") -> StepTimes:
+    """Account every step that ``timeline`` shows from end to end. The first one has no beginning and is left out."""
+    category = np.array([_CATEGORIES.index(STAGES[ref.stage].category) for ref in timeline.refs], dtype=np.int64)
+    batch = np.array([ref.batch for ref in timeline.refs], dtype=np.int64)
+    on_lane = np.flatnonzero([lane == inline for lane in timeline.lanes])
+    # Compute operations in the order of the lane; a step ends with the last one of its batch. Where a run stops,
+    # batches may have been made ready (S) that never trained: those are no steps.
+    trained = set(batch[on_lane[category[on_lane] == _CATEGORIES.index("dense")]].tolist())
+    last = {int(b): i for i, b in enumerate(batch[on_lane]) if int(b) in trained}
+    complete = sorted(b for b in last if b - 1 in last)
+    if not complete:
+        return StepTimes((), {name: np.zeros((0, timeline.ranks)) for name in _names()})
+    bounds = np.array([last[complete[0] - 1], *(last[b] for b in complete)])
+    ends = timeline.end[on_lane[bounds]]
+    ms = {name: np.empty((len(complete), timeline.ranks)) for name in _names()}
+    ms["step"] = (ends[1:] - ends[:-1]) * 1e3
+    # A few ranks at a time: the tables of the walk stay small whatever the cluster.
+    for low in range(0, timeline.ranks, _RANKS_AT_A_TIME):
+        ranks = slice(low, low + _RANKS_AT_A_TIME)
+        parts = _parts(timeline, category, on_lane, bounds, np.arange(*ranks.indices(timeline.ranks)))
+        for i, name in enumerate(_CATEGORIES):
+            ms[f"exposed_{name}" if name in EXPOSED else name][:, ranks] = parts[:, i]
+        for name, total in _totals(timeline, category, batch, complete, ranks).items():
+            ms[name][:, ranks] = total
+    return StepTimes(tuple(complete), ms)
+
+
+def joined(ranks: Sequence[StepTimes]) -> StepTimes:
+    """Several single-rank accounts as one; steps that not every rank has are left out."""
+    steps = sorted(set.intersection(*(set(r.steps) for r in ranks)))
+    pick = [[r.steps.index(step) for step in steps] for r in ranks]
+    ms = {name: np.concatenate([r.ms[name][p] for r, p in zip(ranks, pick, strict=True)], axis=1) for name in _names()}
+    return StepTimes(tuple(steps), ms)
+
+
+def _names() -> list[str]:
+    return ["step", "dense", "update", *(f"exposed_{name}" for name in EXPOSED), "skew", "other", *EXPOSED]
+
+
+def _parts(
+    timeline: Timeline, category: np.ndarray, on_lane: np.ndarray, bounds: np.ndarray, ranks: np.ndarray
+) -> np.ndarray:
+    """Milliseconds [steps, categories, ranks]: where the time of each step went on ``ranks``.
+
+    ``bounds``: places in ``on_lane`` of the operations that end a step, the first of which begins the first.
+    """
+    # Places that belong to a step, and which: the operation itself and the idle interval before it.
+    place = np.arange(bounds[0] + 1, bounds[-1] + 1)
+    step = np.searchsorted(bounds, place) - 1
+    charged = np.zeros((len(bounds) - 1, len(_CATEGORIES), len(ranks)))
+    start, end = timeline.start[:, ranks], timeline.end[:, ranks]
+    busy = end[on_lane[place]] - start[on_lane[place]]
+    for name in ("dense", "update"):
+        mine = category[on_lane[place]] == _CATEGORIES.index(name)
+        if mine.any():
+            np.add.at(charged[:, _CATEGORIES.index(name)], step[mine], busy[mine])
+    # The walk: each pair of an idle interval and a rank goes back by one operation at a time until it
+    # arrives at the interval's beginning; ``now`` is where it stands, ``current`` what it explains.
+    idle, rank = np.nonzero(start[on_lane[place]] > end[on_lane[place - 1]])
+    low, current = end[on_lane[place[idle] - 1], rank], on_lane[place[idle]]
+    now, into = start[current, rank], step[idle]
+    other, skew = _CATEGORIES.index("other"), _CATEGORIES.index("skew")
+    charge: Any = np.add.at
+    while len(now):
+        waited = timeline.before[current]  # [pairs, most]
+        ended = np.where(waited >= 0, end[waited, rank[:, None]], -np.inf)
+        choice = ended.argmax(axis=1)
+        previous = waited[np.arange(len(choice)), choice]
+        # Nothing known to wait for: the rest of the interval cannot be explained.
+        known = previous >= 0
+        until = np.clip(ended[np.arange(len(choice)), choice], low, now)
+        ready = np.clip(np.where(known, timeline.ready[previous, ranks[rank]], -np.inf), low, until)
+        begin = np.clip(np.where(known, start[previous, rank], -np.inf), low, ready)
+        charge(charged, (into, other, rank), now - until)
+        charge(charged, (into, category[previous], rank), until - ready)
+        charge(charged, (into, skew, rank), ready - begin)
+        # A wait that explains nothing (an operation of no length) must not stall the walk.
+        go_on = known & ((begin < now) | (previous != current)) & (begin > low)
+        low, rank, into, now, current = (x[go_on] for x in (low, rank, into, begin, previous))
+    return charged * 1e3
+
+
+def _totals(
+    timeline: Timeline, category: np.ndarray, batch: np.ndarray, steps: Sequence[int], ranks: slice
+) -> dict[str, np.ndarray]:
+    row = np.searchsorted(steps, batch)
+    inside = np.isin(batch, steps)
+    totals = {}
+    for name in EXPOSED:
+        total = np.zeros((len(steps), len(range(*ranks.indices(timeline.ranks)))))
+        mine = np.flatnonzero((category == _CATEGORIES.index(name)) & inside)
+        np.add.at(total, row[mine], (timeline.end[mine, ranks] - timeline.ready[mine, ranks]) * 1e3)
+        totals[name] = total
+    return totals

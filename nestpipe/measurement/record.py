@@ -1,0 +1,196 @@
+"""The run record: one method, one configuration, one seed. One schema, one writer, one store.
+
+A record is flat JSON. Per-step values are lists under their metric's name, means over ranks; under
+``median`` stands the median of each. ``kind`` says where the numbers come from: ``published``
+(printed by somebody), ``simulated`` (virtual clocks) or ``measured`` (real processes).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import numpy as np
+
+from nestpipe.machine.files import write_atomically
+from nestpipe.measurement.exposed_time import EXPOSED, StepTimes
+
+SCHEMA = "nestpipe-record-1"
+KINDS = ("published", "simulated", "measured")
+
+#: Every per-step metric of a record. Times in ms, traffic in bytes summed over ranks, qps in samples/s.
+METRICS = (
+    "step_ms",
+    "qps",
+    "dense_ms",
+    "update_ms",
+    "input_ms",
+    "exposed_input_ms",
+    "lookup_ms",
+    "exposed_lookup_ms",
+    "communication_ms",
+    "exposed_communication_ms",
+    "exposed_communication_ratio",
+    "exposed_vs_serial",
+    "dense_sync_ms",
+    "exposed_dense_sync_ms",
+    "skew_ms",
+    "other_ms",
+    "utilisation",
+    "duplication_factor",
+    "embedding_bytes",
+    "minimum_embedding_bytes",
+    "replica_bytes",
+)
+
+
+class RecordError(ValueError):
+    """A file that is no record of this schema; the message says which file and why."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """``metrics``: per-step lists by name (METRICS); ``steps``: the step numbers they belong to.
+
+    ``losses``: global loss of every step from 0 on, warm-up included. ``paper_method``: the method
+    of the paper whose printed numbers this one stands beside, None where there is none.
+    ``paced``: dense compute was stretched to stand in for an accelerator.
+    """
+
+    kind: str
+    method: str
+    paper_method: str | None
+    workers: int
+    seed: int
+    config: Mapping[str, Any]
+    steps: Sequence[int]
+    metrics: Mapping[str, Sequence[float]]
+    losses: Sequence[float] = ()
+    paced: bool = False
+    testbed: str = "loopback"
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def median(self) -> dict[str, float]:
+        """The median of each metric over the steps; metrics without values are left out."""
+        return {name: float(np.median(values)) for name, values in self.metrics.items() if len(values)}
+
+    @property
+    def key(self) -> str:
+        """16 hex digits that name what was run: the same run again has the same key."""
+        identity = {
+            name: getattr(self, name) for name in ("kind", "method", "workers", "seed", "testbed", "paced", "config")
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        head = asdict(self)
+        metrics = head.pop("metrics")
+        return {"schema": SCHEMA, "key": self.key, **head, **metrics, "median": self.median}
+
+
+def record_from_json(data: Any, source: str = "record") -> Record:
+    """The record that ``to_json`` gave. Raises RecordError naming ``source``."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise RecordError(f"{source}: expected schema {SCHEMA}, found {found!r}: made by another version or program?")
+    names = set(Record.__dataclass_fields__) - {"metrics"}
+    missing = sorted(name for name in ("kind", "method", "workers", "seed", "config", "steps") if name not in data)
+    if missing:
+        raise RecordError(f"{source}: lacks {', '.join(missing)}")
+    if data["kind"] not in KINDS:
+        raise RecordError(f"{source}: kind {data['kind']!r} is none of {', '.join(KINDS)}")
+    metrics = {name: data[name] for name in METRICS if name in data}
+    _require_kinds(data, metrics, source)
+    return Record(**{name: data[name] for name in names if name in data}, metrics=metrics)
+
+
+#: What each field of a record must be, for those who read it; ``paper_method`` may be null as well.
+_FIELD_KINDS: Mapping[str, tuple[type, ...]] = {
+    "method": (str,),
+    "paper_method": (str, NoneType),
+    "workers": (int,),
+    "seed": (int,),
+    "config": (dict,),
+    "steps": (list,),
+    "losses": (list,),
+    "paced": (bool,),
+    "testbed": (str,),
+    "evaluation": (dict,),
+    "notes": (list,),
+    "provenance": (dict,),
+}
+
+
+def _require_kinds(data: Mapping[str, Any], metrics: Mapping[str, Any], source: str) -> None:
+    """Raises RecordError where a value is of another kind: a file edited by hand, or of a foreign writer."""
+    for name, kinds in _FIELD_KINDS.items():
+        if name in data and type(data[name]) not in kinds:
+            raise RecordError(f"{source}: {name} is {_short(data[name])}, expected {kinds[0].__name__}")
+    wanted = {"measured": ("micro_batches", "data", "model"), "simulated": ("micro_batches", "hardware", "workload")}
+    if lacking := [name for name in wanted.get(data["kind"], ()) if name not in data["config"]]:
+        raise RecordError(f"{source}: its config lacks {', '.join(lacking)}")
+    for name, values in {"steps": data["steps"], "losses": data.get("losses", []), **metrics}.items():
+        numbers = {int} if name == "steps" else {int, float}
+        if type(values) is not list or not set(map(type, values)) <= numbers:
+            raise RecordError(f"{source}: {name} is {_short(values)}, expected a list of numbers")
+        if name in metrics and len(values) not in (0, len(data["steps"])):
+            raise RecordError(f"{source}: {name} has {len(values)} values for {len(data['steps'])} steps")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def metrics_from_times(times: StepTimes, keep: Sequence[int], samples: Mapping[int, float]) -> dict[str, list[float]]:
+    """The metrics that follow from an account of time. Real and simulated runs alike.
+
+    ``keep``: steps to report, of those accounted; ``samples``: global samples by step. Ratios are
+    formed per step from means over ranks: QPS = samples / step; exposed ratio = exposed / own
+    total; utilisation = dense / step.
+    """
+    index = [times.steps.index(step) for step in keep]
+    mean = {name: times.mean(name)[index] for name in times.ms}
+    exposed, total = mean["exposed_communication"], mean["communication"]
+    values = {
+        **{f"{name}_ms": mean[name] for name in ("step", "dense", "update", "skew", "other", *EXPOSED)},
+        **{f"exposed_{name}_ms": mean[f"exposed_{name}"] for name in EXPOSED},
+        "qps": np.array([samples[step] for step in keep]) / mean["step"] * 1e3,
+        "exposed_communication_ratio": np.divide(exposed, total, out=np.zeros_like(total), where=total > 0),
+        "utilisation": mean["dense"] / mean["step"],
+    }
+    return {name: [float(x) for x in values[name]] for name in METRICS if name in values}
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder with one file per record, named by kind, method and key."""
+
+    folder: Path
+
+    def write(self, record: Record) -> Path:
+        """Put ``record`` in, in place of one of the same key."""
+        method = "".join(c if c.isalnum() else "-" for c in record.method).strip("-")
+        path = self.folder / f"{record.kind}-{method}-{record.key}.json"
+        write_atomically(path, json.dumps(record.to_json(), indent=1, default=str) + "\n")
+        return path
+
+    def read(self) -> tuple[list[Record], list[str]]:
+        """All records in order of file name, and a sentence for each file that is none."""
+        records, skipped = [], []
+        for path in sorted(self.folder.glob("*.json")):
+            try:
+                records.append(record_from_json(json.loads(path.read_text(encoding="utf-8")), path.name))
+            except RecordError as error:
+                skipped.append(str(error))
+            except (OSError, ValueError, RecursionError) as error:
+                skipped.append(f"{path.name}: cannot be read as JSON ({error}); remove it or run it again")
+        return records, skipped

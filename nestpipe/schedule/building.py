@@ -1,0 +1,65 @@
+"""How schedules are written: an operation from its text, a schedule from operations, changes to a whole schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from nestpipe.schedule.operations import Op, Ref, Schedule
+from nestpipe.schedule.order import with_derived_edges
+from nestpipe.schedule.stages import BATCH_RINGS, MICRO_RINGS, STAGES
+
+
+def op(text: str, after: str = "", lane: str | None = None, marks: Iterable[str] = (), **access: str) -> Op:
+    """``op("R+1", after="K+1 W-1")``; lane, reads and writes are the stage's own unless given."""
+    ref = parse_ref(text)
+    stage = STAGES[ref.stage]
+    reads = tuple(access["reads"].split()) if "reads" in access else stage.reads
+    writes = tuple(access["writes"].split()) if "writes" in access else stage.writes
+    return Op(ref, lane or stage.lane, tuple(map(parse_ref, after.split())), reads, writes, tuple(marks))
+
+
+def parse_ref(text: str) -> Ref:
+    """Parse ``R+1``, ``E.3``, ``E+1.3``, ``E12.3``. Raises ValueError naming the text."""
+    head, _, micro = text.partition(".")
+    try:
+        ref = Ref(head[:1], int(head[1:] or 0), int(micro) if micro else 0)
+    except ValueError:
+        raise ValueError(
+            f"'{text}' is no operation: expected a stage letter, an offset and a micro-batch, as in E+1.3"
+        ) from None
+    if ref.stage not in STAGES:
+        raise ValueError(f"'{text}': unknown stage '{ref.stage}', one of {' '.join(STAGES)}")
+    if STAGES[ref.stage].per_micro_batch != (ref.micro > 0):
+        need = "needs a micro-batch, as in E.1" if STAGES[ref.stage].per_micro_batch else "has no micro-batch"
+        raise ValueError(f"'{text}': stage {ref.stage} ({STAGES[ref.stage].title}) {need}")
+    return ref
+
+
+def schedule(name: str, micro_batches: int, ops: Sequence[Op], derive: bool = True, **rings: int) -> Schedule:
+    """A schedule whose missing edges follow from its reads and writes, unless ``derive`` is off. Raises ValueError."""
+    if micro_batches < 1:
+        raise ValueError(f"schedule {name}: micro_batches is {micro_batches}, must be at least 1")
+    result = Schedule(name, micro_batches, tuple(ops), {**BATCH_RINGS, **MICRO_RINGS, **rings})
+    return with_derived_edges(result) if derive else result
+
+
+def folded(template: Schedule, into: Mapping[str, str]) -> Schedule:
+    """The schedule with the operations of some lanes moved to another, in schedule order.
+
+    Where a lane would have nothing to wait for, such as All2All on one rank, its hand-offs are all
+    that it would cost.
+    """
+    return replace(template, ops=tuple(replace(o, lane=into.get(o.lane, o.lane)) for o in template.ops))
+
+
+def marked(template: Schedule, stages: str, mark: str) -> Schedule:
+    """The schedule with ``mark`` on every operation of the stages, given by their letters."""
+    added = lambda o: replace(o, marks=(*o.marks, mark)) if o.ref.stage in stages else o  # noqa: E731
+    return replace(template, ops=tuple(map(added, template.ops)))
+
+
+def one_at_a_time(ops: Sequence[Op]) -> list[Op]:
+    """Chain the ops of a step: each waits for the one before it, the first for the last of the step before."""
+    previous = [ops[-1].ref._replace(batch=ops[-1].ref.batch - 1), *(o.ref for o in ops[:-1])]
+    return [replace(o, after=(before,)) for o, before in zip(ops, previous, strict=True)]

@@ -1,0 +1,121 @@
+"""The text form of a schedule: prints and parses, one operation a line.
+
+    schedule nestpipe micro_batches=8
+    ring buffer=2 received=3
+    R+1   rows     after K+1 W-1 S   reads plan table   writes buffer
+    E.2   all2all
+
+``reads``, ``writes`` and ``marks`` may be left out: the stage's own then hold. Lines are in
+schedule order. ``derive edges`` on a line of its own adds the edges that reads and writes ask for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nestpipe.schedule.building import op, parse_ref, schedule
+from nestpipe.schedule.operations import MOST_MICRO_BATCHES, Op, Schedule
+from nestpipe.schedule.stages import BATCH_RINGS, GLOBALS, MICRO_RINGS, STAGES
+
+# A schedule is unrolled over the batches it spans, so an offset costs time and memory.
+_MOST_AHEAD = 64
+_MOST_CHARACTERS = 4 << 20
+KEYWORDS = ("after", "reads", "writes", "marks")
+
+
+class ScheduleError(ValueError):
+    """The text is no schedule; the message names file, line and what to do."""
+
+
+def to_text(template: Schedule) -> str:
+    """The schedule as text; ``parse`` gives an equal schedule back."""
+    lines = [f"schedule {template.name} micro_batches={template.micro_batches}"]
+    lines.append("ring " + " ".join(f"{name}={size}" for name, size in template.rings.items()))
+    width = max(len(o.lane) for o in template.ops)
+    for o in template.ops:
+        line = f"{o.ref.relative():<6} {o.lane:<{width}}"
+        if o.after:
+            line += "  after " + " ".join(r.relative() for r in o.after)
+        if (o.reads, o.writes) != (o.stage.reads, o.stage.writes):
+            line += "".join(
+                f"  {word} " + " ".join(x or ("-",)) for word, x in (("reads", o.reads), ("writes", o.writes))
+            )
+        if o.marks:
+            line += "  marks " + " ".join(o.marks)
+        lines.append(line.rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def parse(text: str, source: str = "schedule") -> Schedule:
+    """The schedule that ``text`` describes. Raises ScheduleError naming ``source`` and the line."""
+    name, micro_batches, derive = "", 0, False
+    rings: dict[str, int] = {}
+    ops: list[Op] = []
+    for number, raw in enumerate(text.splitlines(), 1):
+        words = raw.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            if words[0] == "schedule":
+                name, micro_batches = words[1], _setting(words[2], ("micro_batches",))[1]
+            elif words[0] == "ring":
+                rings.update(_setting(w, (*BATCH_RINGS, *MICRO_RINGS)) for w in words[1:])
+            elif words == ["derive", "edges"]:
+                derive = True
+            else:
+                ops.append(_operation(words))
+        except (ValueError, IndexError) as error:
+            reason = str(error) if isinstance(error, ValueError) else "the line ends too early"
+            raise ScheduleError(f"{source}:{number}: {reason}") from None
+    if not name or not ops:
+        raise ScheduleError(f"{source}: expected 'schedule NAME micro_batches=N' and at least one operation line")
+    return schedule(name, micro_batches, ops, derive=derive, **rings)
+
+
+def load(path: str | Path) -> Schedule:
+    """Parse a file. Raises ScheduleError, also where the file cannot be read."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
+        if len(text) > _MOST_CHARACTERS:
+            raise ScheduleError(f"{path}: is no schedule: more than {_MOST_CHARACTERS} characters")
+        return parse(text, str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"{path}: cannot be read as a schedule: {error}") from None
+
+
+def _setting(word: str, known: tuple[str, ...]) -> tuple[str, int]:
+    key, _, value = word.partition("=")
+    if key not in known:
+        raise ValueError(f"unknown setting '{key}', expected one of {' '.join(known)}")
+    if not value.isdecimal() or not 1 <= int(value[:9]) <= MOST_MICRO_BATCHES:
+        raise ValueError(f"'{word}': expected a whole number from 1 to {MOST_MICRO_BATCHES}, as in {key}=2")
+    return key, int(value)
+
+
+def _require_near(text: str) -> None:
+    if abs(parse_ref(text).batch) > _MOST_AHEAD:
+        raise ValueError(f"'{text}': expected an offset of at most {_MOST_AHEAD} batches")
+
+
+def _operation(words: list[str]) -> Op:
+    _require_near(words[0])
+    if len(words) < 2 or words[1] in KEYWORDS:
+        raise ValueError(f"'{words[0]}': expected its lane next, as in '{words[0]} {STAGES[words[0][0]].lane}'")
+    parts: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for word in words[2:]:
+        if word in KEYWORDS:
+            current = parts.setdefault(word, [])
+        elif current is None:
+            raise ValueError(f"'{word}': expected one of {' '.join(KEYWORDS)}")
+        elif word != "-":
+            current.append(word)
+    for text in parts.get("after", ()):
+        _require_near(text)
+    known = (*BATCH_RINGS, *MICRO_RINGS, *GLOBALS)
+    for resource in (*parts.get("reads", ()), *parts.get("writes", ())):
+        if resource.removesuffix("-1") not in known:
+            raise ValueError(f"unknown resource '{resource}', expected one of {' '.join(known)}")
+    access = {word: " ".join(parts[word]) for word in ("reads", "writes") if word in parts}
+    return op(words[0], " ".join(parts.get("after", ())), words[1], parts.get("marks", ()), **access)

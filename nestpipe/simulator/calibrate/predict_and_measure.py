@@ -1,0 +1,113 @@
+"""The simulator against reality: predicted and measured steps of configurations that calibration has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nestpipe.simulator.calibrate.measure import CalibrateConfig, measured_workload
+from nestpipe.simulator.cost import Cluster
+from nestpipe.simulator.hardware import Hardware
+from nestpipe.simulator.methods import SimulatedMethod
+from nestpipe.simulator.step_times import simulate_steps
+
+if TYPE_CHECKING:
+    from nestpipe.training.runs import RunConfig
+
+METHODS = ("serial", "dbp-only", "fwp-only", "nestpipe")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that no calibration run used. ``pace_ms``: dense is stretched to this, a stand-in for an accelerator."""
+
+    batch: int
+    dim: int
+    length: int
+    negatives: int
+    width: int
+    pace_ms: float
+    micro_batches: int
+
+    def run_config(self, config: CalibrateConfig) -> RunConfig:
+        from nestpipe.config import DataConfig, ModelConfig
+        from nestpipe.training.runs import RunConfig
+
+        return RunConfig(
+            methods=",".join(METHODS),
+            workers=config.workers,
+            steps=config.steps,
+            rounds=3,
+            micro_batches=self.micro_batches,
+            testbed=config.testbed,
+            pace_dense=self.pace_ms,
+            seed=config.seed + 1,
+            data=DataConfig(batch_size=self.batch, negatives=self.negatives),
+            model=ModelConfig(embedding_dim=self.dim, sequence_length=self.length, width=self.width),
+        )
+
+
+CASES = (
+    Case(32, 80, 20, 32, 32, 80.0, 4),
+    Case(48, 48, 25, 24, 32, 100.0, 2),
+    Case(64, 64, 20, 24, 24, 120.0, 4),
+    Case(40, 128, 20, 16, 32, 100.0, 4),
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One method on one case: step predicted (simulated) and measured (median; half the interquartile range), ms."""
+
+    workers: int
+    case: Case
+    method: str
+    predicted_ms: float
+    measured_ms: float
+    spread_ms: float
+
+    @property
+    def error_pct(self) -> float:
+        return (self.predicted_ms / self.measured_ms - 1) * 100
+
+
+def predict(
+    case: Case, hardware: Hardware, config: CalibrateConfig, known: Mapping[str, SimulatedMethod]
+) -> list[float]:
+    """Predicted steps of METHODS, ms, from ``hardware`` and the keys that the router counts; nothing is run."""
+    asked = case.run_config(config)
+    workload = measured_workload(asked, (case.micro_batches,))
+    cluster = Cluster(hardware, config.workers)
+    return [
+        float(simulate_steps(known[name], cluster, workload, case.micro_batches).mean("step").mean())
+        for name in METHODS
+    ]
+
+
+def validate(
+    hardware: Hardware,
+    config: CalibrateConfig,
+    known: Mapping[str, SimulatedMethod],
+    cases: Sequence[Case] = CASES,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Check]:
+    """Predict first, then run, each case. Raises as ``calibrate``."""
+    from nestpipe.training.runs import run
+
+    checks = []
+    for number, case in enumerate(cases, start=1):
+        progress(f"case {number} of {len(cases)}: {case}")
+        predicted = predict(case, hardware, config, known)
+        runs = {r.record.method: r.record for r in run(replace(case.run_config(config)))}
+        for name, ms in zip(METHODS, predicted, strict=True):
+            steps = runs[name].metrics["step_ms"]
+            low, high = np.percentile(steps, [25, 75])
+            checks.append(Check(config.workers, case, name, ms, float(np.median(steps)), float(high - low) / 2))
+    return checks
+
+
+def mean_error_pct(checks: Sequence[Check]) -> float:
+    return float(np.mean([abs(check.error_pct) for check in checks]))

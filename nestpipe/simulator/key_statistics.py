@@ -1,0 +1,32 @@
+"""Measured key statistics that ship with the package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+from nestpipe.simulator.workload import KeyStatistics, WorkloadError
+
+
+def known_statistics() -> list[str]:
+    folder = files("nestpipe.simulator") / "workloads"
+    return sorted(p.name.removesuffix(".json") for p in folder.iterdir() if p.name.endswith(".json"))
+
+
+def load_statistics(name: str) -> KeyStatistics:
+    """Measured statistics that ship with the package. Raises WorkloadError, listing the known ones."""
+    if name not in known_statistics():
+        raise WorkloadError(f"unknown key statistics '{name}': one of {', '.join(known_statistics())}")
+    text = (files("nestpipe.simulator") / "workloads" / f"{name}.json").read_text(encoding="utf-8")
+    return statistics_from_json(json.loads(text))
+
+
+def statistics_from_json(data: Mapping[str, Any]) -> KeyStatistics:
+    return KeyStatistics(**{**data, "duplication": {int(n): float(f) for n, f in data["duplication"].items()}})
+
+
+def statistics_to_json(keys: KeyStatistics) -> dict[str, Any]:
+    return asdict(keys)

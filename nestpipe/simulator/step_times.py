@@ -1,0 +1,193 @@
+"""Time a method on a cluster: schedule and cost model in, the same account of steps as a real run out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from nestpipe.measurement.exposed_time import EXPOSED, StepTimes, step_times
+from nestpipe.measurement.trace import Timeline
+from nestpipe.schedule.building import folded
+from nestpipe.schedule.stages import STAGES
+from nestpipe.simulator.cost import Cluster, stage_seconds
+from nestpipe.simulator.methods import SimulatedMethod
+from nestpipe.simulator.virtual_lanes import LanePlan, lane_plan, run_lanes
+from nestpipe.simulator.workload import Workload
+
+#: Batches at the start and at the end of a run that are not reported: the pipeline fills, and drains.
+WARM_UP, DRAIN = 6, 4
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How workers differ, as relative spreads; all 0 makes every worker alike. Draws are lognormal with mean 1."""
+
+    compute_jitter: float = 0.0
+    """Every dense, update and synchronisation operation."""
+    key_skew: float = 0.0
+    """Load of a worker's shard: fixed per worker, on key routing, retrieval, update and write-back."""
+    length_imbalance: float = 0.0
+    """Length of a worker's samples: new for every batch, on its dense operations."""
+    stragglers: float = 0.0
+    """Part of the workers that is slow ..."""
+    straggler_slowdown: float = 0.2
+    """... and by how much, on all local operations."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < np.inf:
+                raise ValueError(f"noise: {name.replace('_', ' ')} is {value}, must be at least 0")
+        if self.stragglers > 1:
+            raise ValueError(f"noise: stragglers is {self.stragglers}, a part of the workers, must be at most 1")
+
+    @property
+    def silent(self) -> bool:
+        return not (self.compute_jitter or self.key_skew or self.length_imbalance or self.stragglers)
+
+
+_JITTERED, _KEYED, _DENSE = "FBSUO", "KRUW", "FB"
+
+
+@dataclass(frozen=True)
+class NoisyDurations:
+    """``Durations`` made a row at a time: mean seconds per operation, times the factors of its workers.
+
+    A row depends on (seed, operation's number) alone, so it is the same whenever it is asked for.
+    """
+
+    plan: LanePlan
+    seconds: np.ndarray
+    workers: int
+    noise: Noise
+    seed: int
+    fixed: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.seconds), self.workers
+
+    def __getitem__(self, i: int, /) -> np.ndarray:
+        mean, noise = self.seconds[i], self.noise
+        stage, batch, _ = self.plan.ops[i].ref
+        if mean == 0.0 or noise.silent:
+            return np.full(self.workers, mean)
+        row = np.full(self.workers, mean)
+        if STAGES[stage].group is None:
+            row *= self.fixed["straggler"]
+        if stage in _KEYED:
+            row *= self.fixed["keys"]
+        if stage in _DENSE and noise.length_imbalance:
+            row *= _lognormal(noise.length_imbalance, self.workers, self.seed, 1, batch)
+        if stage in _JITTERED and noise.compute_jitter:
+            row *= _lognormal(noise.compute_jitter, self.workers, self.seed, 2, i)
+        return row
+
+
+def _lognormal(spread: float, workers: int, *key: int) -> np.ndarray:
+    """Float64 [workers] of mean 1 and relative standard deviation ``spread``."""
+    if not spread:
+        return np.ones(workers)
+    sigma = np.sqrt(np.log1p(spread**2))
+    return np.exp(np.random.Generator(np.random.SFC64(key)).standard_normal(workers) * sigma - sigma**2 / 2)
+
+
+@lru_cache(maxsize=128)
+def plan_of(method: SimulatedMethod, micro_batches: int, batches: int, one_link: bool = False) -> LanePlan:
+    """The lane plan of ``batches`` batches. ``one_link``: see ``Hardware``."""
+    template = method.schedule(micro_batches)
+    if one_link:
+        template = folded(template, {"allreduce": "all2all", "replicas": "all2all"})
+    return lane_plan(template.unroll(batches))
+
+
+def mean_seconds(plan: LanePlan, stages: Sequence[Mapping[str, float]]) -> np.ndarray:
+    """Float64 [ops, len(stages)]: seconds of each operation under each of several cost tables."""
+    letters = sorted({op.ref.stage for op in plan.ops})
+    table = np.array([[stage[letter] for stage in stages] for letter in letters])
+    return table[[letters.index(op.ref.stage) for op in plan.ops]]
+
+
+def simulate_timeline(
+    method: SimulatedMethod,
+    cluster: Cluster,
+    workload: Workload,
+    micro_batches: int = 8,
+    steps: int = 20,
+    noise: Noise = Noise(),
+    seed: int = 1,
+) -> Timeline:
+    """Virtual timeline of ``steps`` steps after the pipeline has filled, every worker a column.
+
+    Without noise all workers are alike, and one column stands for all of them.
+    """
+    plan = plan_of(method, micro_batches, WARM_UP + steps + DRAIN, cluster.hardware.one_link)
+    seconds = mean_seconds(plan, [stage_costs(method, cluster, workload, micro_batches)])
+    if noise.silent:
+        return run_lanes(plan, seconds, 1, 1)
+    n = cluster.workers
+    fixed = {
+        "keys": _lognormal(noise.key_skew, n, seed, 3),
+        "straggler": np.where(
+            np.random.Generator(np.random.SFC64((seed, 4))).random(n) < noise.stragglers,
+            1 + noise.straggler_slowdown,
+            1.0,
+        ),
+    }
+    return run_lanes(plan, NoisyDurations(plan, seconds[:, 0], n, noise, seed, fixed), cluster.group_size)
+
+
+def stage_costs(method: SimulatedMethod, cluster: Cluster, workload: Workload, micro_batches: int) -> dict[str, float]:
+    """``stage_seconds`` for a method's number of micro-batches, and what its overlap costs dense compute."""
+    n, h = method.micro_batches or micro_batches, cluster.hardware
+    seconds = stage_seconds(cluster, workload, n)
+    if not h.overlap_cost:
+        return seconds
+    alone = steady_steps(method, micro_batches, [seconds], h.one_link)
+    hidden = sum(float(alone[name][0] - alone[f"exposed_{name}"][0]) for name in EXPOSED) * 1e-3
+    extra = h.overlap_cost * hidden / (2 * n)
+    return {**seconds, "F": seconds["F"] + extra, "B": seconds["B"] + extra}
+
+
+def simulate_steps(
+    method: SimulatedMethod,
+    cluster: Cluster,
+    workload: Workload,
+    micro_batches: int = 8,
+    steps: int = 20,
+    noise: Noise = Noise(),
+    seed: int = 1,
+) -> StepTimes:
+    """Account of the ``steps`` steps in the middle of ``simulate_timeline``: same definition as for a real run."""
+    return _middle(step_times(simulate_timeline(method, cluster, workload, micro_batches, steps, noise, seed)), steps)
+
+
+def _middle(times: StepTimes, steps: int) -> StepTimes:
+    first = times.steps.index(WARM_UP)
+    keep = slice(first, first + steps)
+    return StepTimes(times.steps[keep], {name: values[keep] for name, values in times.ms.items()})
+
+
+def steady_steps(
+    method: SimulatedMethod, micro_batches: int, stages: Sequence[Mapping[str, float]], one_link: bool = False
+) -> dict[str, np.ndarray]:
+    """Milliseconds of a steady step under each of several cost tables (one worker each), by name of ``StepTimes``.
+
+    All tables run in one pass; the mean over twelve steps, since a pipeline held up by a host stage
+    may alternate between longer and shorter ones.
+    """
+    plan = plan_of(method, micro_batches, WARM_UP + 12 + DRAIN, one_link)
+    times = _middle(step_times(run_lanes(plan, mean_seconds(plan, stages), 1, 1)), 12)
+    return {name: values.mean(axis=0) for name, values in times.ms.items()}
+
+
+def steady_step(
+    method: SimulatedMethod, micro_batches: int, stages: Sequence[Mapping[str, float]], one_link: bool = False
+) -> np.ndarray:
+    """Milliseconds [len(stages)]: ``step`` of ``steady_steps`` alone, without the account of its parts."""
+    plan = plan_of(method, micro_batches, WARM_UP + 12 + DRAIN, one_link)
+    last = {op.ref.batch: i for i, op in enumerate(plan.ops) if op.lane == "compute"}
+    end = run_lanes(plan, mean_seconds(plan, stages), 1, 1).end
+    return (end[last[WARM_UP + 11]] - end[last[WARM_UP - 1]]) / 12 * 1e3

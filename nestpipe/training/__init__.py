@@ -1,0 +1,1 @@
+"""Runs of methods side by side: the loop, checkpoints, records, convergence."""

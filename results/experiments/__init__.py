@@ -1,0 +1,1 @@
+"""What is run for the tables and figures, part by part."""

@@ -1,0 +1,153 @@
+"""Runs a part of the plan into its store; what is there already is kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nestpipe.machine.files import write_atomically
+from nestpipe.measurement.record import Record, Store
+from nestpipe.measurement.trace import Timeline
+from nestpipe.ranks.testbed import TestbedUnavailable
+from nestpipe.simulator.scenario import SimulateConfig, simulate
+from nestpipe.training.convergence import ConvergenceConfig, Curve, converge, identity, read_curves
+from nestpipe.training.runs import MethodRun, RunConfig, run
+from results.experiments.plan import Part, has_record
+
+#: (what is going on, done, total)
+Progress = Callable[[str, int, int], None]
+#: Steps that a stored timeline shows.
+_STEPS_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Done:
+    """``records`` of a part, those found included; ``seconds`` that the others took, ``measured`` of them on real
+    processes; ``notes``: what went otherwise."""
+
+    records: tuple[Record, ...]
+    seconds: float
+    measured: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def run_part(part: Part, folder: Path, progress: Progress | None = None, again: bool = False) -> Done:
+    """Measure or simulate ``part`` into ``folder``/records/NAME. ``again``: also what the store has already.
+
+    An interrupted part continues with the run that it was in. Where hosts cannot be shaped, runs fall
+    back to loopback, and a note says so. Raises what ``nestpipe.training.runs.run`` and ``simulate`` raise.
+    """
+    store = Store(folder / "records" / part.name)
+    store.folder.mkdir(parents=True, exist_ok=True)
+    found = [] if again else store.read()[0]
+    began, records, notes = time.monotonic(), list[Record](), list[str]()
+    loopback, curves = False, 0
+    for i, config in enumerate(part.runs):
+        title = f"{part.name} {i + 1}/{len(part.runs)}"
+        if isinstance(config, SimulateConfig):
+            records += _simulated(config, store, found)
+            _tell(progress, title, i + 1, len(part.runs))
+            continue
+        if isinstance(config, ConvergenceConfig):
+            curves += _curves(config, folder, again, progress)
+            continue
+        if loopback and config.testbed != "loopback":
+            config = replace(config, testbed="loopback")
+        try:
+            records += _measured(config, part, store, found, folder, title, progress)
+        except TestbedUnavailable as error:
+            loopback = True
+            notes.append(f"{error}; measured on loopback instead: links are not shaped")
+            records += _measured(replace(config, testbed="loopback"), part, store, found, folder, title, progress)
+    before = {r.key for r in found}
+    fresh = sum(r.kind == "measured" and (again or r.key not in before) for r in records)
+    return Done(tuple(records), time.monotonic() - began, fresh + curves, tuple(notes))
+
+
+def _curves(config: ConvergenceConfig, folder: Path, again: bool, progress: Progress | None) -> int:
+    """Convergence curves into ``folder``/convergence; how many were trained."""
+    target = folder / "convergence"
+    if again:
+        setting = Curve("", 0, identity(config), (), (), {}).setting
+        for path in target.glob(f"*-{setting}.json"):
+            path.unlink()
+    before = {(c.method, c.seed) for c in read_curves(target) if c.config == identity(config)}
+    made = converge(config, target, progress)
+    return sum((curve.method, curve.seed) not in before for curve in made)
+
+
+def _tell(progress: Progress | None, title: str, done: int, total: int) -> None:
+    if progress:
+        progress(title, done, total)
+
+
+def _simulated(config: SimulateConfig, store: Store, found: Sequence[Record]) -> list[Record]:
+    """Simulated again whatever the store has: it takes less time than comparing would save."""
+    from baselines.simulated import METHODS
+
+    records = simulate(config, METHODS)
+    for record in records:
+        store.write(record)
+    return records
+
+
+def _measured(
+    config: RunConfig,
+    part: Part,
+    store: Store,
+    found: Sequence[Record],
+    folder: Path,
+    title: str,
+    progress: Progress | None,
+) -> list[Record]:
+    names = config.method_names
+    if all(has_record(found, config, name) for name in names):
+        return [r for r in found if r.method in names and has_record([r], config, r.method)]
+    count = len(names)
+
+    def show(name: str, done: int, total: int, loss: float) -> None:
+        _tell(progress, f"{title} {name}", done + total * names.index(name), total * count)
+
+    runs = run(config, show if progress else None)
+    for method in runs:
+        store.write(method.record)
+        write_timeline(method, folder / "timelines" / part.name)
+    return [method.record for method in runs]
+
+
+def write_timeline(run: MethodRun, folder: Path) -> None:
+    """Two usual steps of rank 0 as JSON: lists of stage, batch, micro-batch, lane, start and end in ms."""
+    record = run.record
+    if len(record.steps) < _STEPS_KEPT:
+        return
+    last = _usual_step(record)
+    spans = list(_spans(run.timelines[0]))
+    compute = [(batch, end) for _, batch, _, lane, _, end in spans if lane == "compute"]
+    ends = {batch: max(e for b, e in compute if b == batch) for batch in {b for b, _ in compute}}
+    low, high = ends.get(last - _STEPS_KEPT), ends.get(last)
+    if low is None or high is None:
+        return
+    kept = [
+        [stage, batch - last + 1, micro, lane, round((start - low) * 1e3, 4), round((end - low) * 1e3, 4)]
+        for stage, batch, micro, lane, start, end in spans
+        if end > low and start < high
+    ]
+    data = {"record": record.key, "method": record.method, "length_ms": (high - low) * 1e3, "spans": kept}
+    write_atomically(folder / f"{record.key}.json", json.dumps(data) + "\n")
+
+
+def _usual_step(record: Record) -> int:
+    """The reported step that, with the one before it, is nearest to the median: one step alone may be an outlier."""
+    took = dict(zip(record.steps, record.metrics["step_ms"], strict=True))
+    typical = 2 * record.median["step_ms"]
+    pairs = {step: ms + took[step - 1] for step, ms in took.items() if step - 1 in took}
+    return min(pairs, key=lambda step: (abs(pairs[step] - typical), step)) if pairs else record.steps[-1]
+
+
+def _spans(timeline: Timeline) -> Any:
+    for i, ref in enumerate(timeline.refs):
+        yield ref.stage, ref.batch, ref.micro, timeline.lanes[i], float(timeline.start[i, 0]), float(timeline.end[i, 0])

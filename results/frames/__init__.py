@@ -1,0 +1,1 @@
+"""Records as data frames, and cells of one beside another."""

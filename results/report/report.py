@@ -1,0 +1,128 @@
+"""``report.html``: one file with everything in it, first of all what does not match and why."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import pandas as pd
+from markupsafe import Markup
+
+from nestpipe.measurement.record import KINDS, Record
+from results.artefacts import ARTEFACTS, Artefact, Mismatch, Sources, Table, make
+from results.experiments.plan import Options, command, plan
+from results.frames.side_by_side import CELLS, TOLERANCE_PCT
+from results.report.render import to_html
+
+
+@dataclass(frozen=True)
+class How:
+    """``commands`` that regenerate an artefact's records; ``seconds``: what they took when they last ran, in words."""
+
+    commands: tuple[str, ...]
+    seconds: str = ""
+
+
+def make_all(sources: Sources, names: Sequence[str] | None = None) -> list[Artefact]:
+    """The artefacts of these names, by default all that there is something of. Raises UnknownArtefact."""
+    if names:
+        return [make(name, sources) for name in names]
+    return [a for a in (make(name, sources) for name in ARTEFACTS) if a.tables or a.pictures or a.text]
+
+
+def to_report(sources: Sources, artefacts: Sequence[Artefact], options: Options | None = None) -> str:
+    """The report as HTML; needs no network to be read."""
+    options = options or Options()
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters["base64"] = lambda text: base64.b64encode(text.encode()).decode()
+    environment.filters["table"] = lambda table: Markup(to_html(table))
+    template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8"))
+    parts = {part.name: part for part in plan(options)}
+    missing = sorted({part for artefact in artefacts for part in artefact.missing})
+    return template.render(
+        counts=_counts(sources),
+        tolerance=f"A simulated cell does not match beyond {TOLERANCE_PCT:g} % and the rounding of the printed number.",
+        mismatches=_by_place(artefacts),
+        missing=[
+            (f"{name} ({parts[name].title})" if name in parts else name, f"nestpipe reproduce --only {name}")
+            for name in missing
+        ],
+        skipped=sources.skipped,
+        artefacts=artefacts,
+        how=how_to(sources.folder, options, [a.name for a in artefacts]),
+        environment=environment_table(sources),
+    )
+
+
+def _counts(sources: Sources) -> str:
+    kinds = [record.kind for part in sources.parts.values() for record in part]
+    numbers = {"published": len(sources.published)} | {kind: kinds.count(kind) for kind in KINDS[1:]}
+    return (
+        f"{numbers['published']} published numbers, {numbers['simulated']} simulated and "
+        f"{numbers['measured']} measured records"
+    )
+
+
+def _by_place(artefacts: Sequence[Artefact]) -> dict[str, list[Mismatch]]:
+    found: dict[str, list[Mismatch]] = {}
+    for artefact in artefacts:
+        for mismatch in artefact.mismatches:
+            found.setdefault(mismatch.where, []).append(mismatch)
+    return found
+
+
+def how_to(folder: Path, options: Options, names: Sequence[str]) -> Mapping[str, How]:
+    """Per artefact: the commands of the plan that feed it, and what they took here."""
+    times = read_times(folder)
+    result = {}
+    for name in names:
+        feeding = [part for part in plan(options) if name in part.feeds]
+        lines = [command(config, f"{folder.name}/records/{part.name}") for part in feeding for config in part.runs]
+        taken = [times[part.name] for part in feeding if part.name in times]
+        words = _duration(sum(taken)) if feeding and len(taken) == len(feeding) else ""
+        result[name] = How((*lines, f"nestpipe report --only {name}"), words) if feeding else How(())
+    return result
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def read_times(folder: Path) -> dict[str, float]:
+    """Seconds that each part took, as ``nestpipe reproduce`` noted them."""
+    try:
+        return {str(k): float(v) for k, v in json.loads((folder / "times.json").read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def environment_table(sources: Sources) -> Table:
+    """Where the records come from: one row per kind, host, commit and set of versions."""
+    rows: dict[tuple[str, ...], int] = {}
+    for part in sources.parts.values():
+        for record in part:
+            key = _origin(record)
+            rows[key] = rows.get(key, 0) + 1
+    frame = pd.DataFrame(
+        [(*key, str(count)) for key, count in sorted(rows.items())],
+        columns=["kind", "commit", "processor", "cores", "system", "versions", "records"],
+    )
+    caption = "Versions, commit and machine as the records carry them."
+    return Table("environment-table", "Where the records come from", caption, frame, pd.DataFrame(columns=CELLS))
+
+
+def _origin(record: Record) -> tuple[str, ...]:
+    origin = record.provenance
+    host, versions = origin.get("host", {}), origin.get("versions", {})
+    return (
+        record.kind,
+        str(origin.get("commit") or "?"),
+        str(host.get("cpu", "?")),
+        str(host.get("cores", "?")),
+        str(host.get("system", "?")),
+        ", ".join(f"{name} {version}" for name, version in sorted(versions.items())),
+    )

@@ -1,0 +1,273 @@
+"""Checkpoints: a run that goes on from one equals one that never stopped; what is damaged or foreign is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torchrec")
+
+from nestpipe.training.checkpoint import FORMAT, CheckpointError, Checkpoints, newest, only_writer
+from nestpipe.training.loop import step_here
+from nestpipe.training.runs import RunConfig
+from tests.support.engine_runs import Outcome, differences
+from tests.support.method_runs import Run, batches, largest_difference, weights
+
+STEPS, SAVED_AT = 9, 4
+
+
+def same_samples(ranks: int, step: int, ranks_then: int) -> int | None:
+    return step * ranks_then // ranks if step * ranks_then % ranks == 0 else None
+
+
+def checkpoints(folder: str, run: Run, **identity) -> Checkpoints:
+    return Checkpoints(Path(folder), run.method, {"seed": 3, **identity})
+
+
+def straight_and_saved(folder: str, run: Run) -> Outcome:
+    """On a rank: all steps, with a checkpoint on the way, batches in flight."""
+    trainer, results = run.trainer(), []
+    try:
+        iterator = iter(batches(STEPS))
+        for step in range(STEPS):
+            results.append(trainer.progress(iterator))
+            if step + 1 == SAVED_AT:
+                checkpoints(folder, run).save(trainer, results)
+        return Outcome([r.loss for r in results], [r.samples for r in results], weights(trainer))
+    finally:
+        trainer.close()
+
+
+def resumed(folder: str, run: Run, forget_early_rows: bool = False, warm: bool = False) -> Outcome:
+    """The same from the checkpoint on, by a fresh trainer or one that is under way (``warm``)."""
+    import torch.distributed as dist
+
+    trainer = run.trainer()
+    try:
+        if warm:
+            trainer.progress(iter(batches(STEPS)))
+        results = checkpoints(folder, run).load(trainer, partial(same_samples, dist.get_world_size()))
+        assert results is not None and trainer.trained == SAVED_AT == len(results)
+        if forget_early_rows:
+            trainer.early_rows = {}
+        iterator = iter(batches(STEPS)[SAVED_AT:])
+        results += [trainer.progress(iterator) for _ in range(STEPS - SAVED_AT)]
+        return Outcome([r.loss for r in results], [r.samples for r in results], weights(trainer))
+    finally:
+        trainer.close()
+
+
+METHODS = ["nestpipe", "fwp-only", "uniemb", "nestpipe+bf16", "nestpipe+2d-sp", "nestpipe+2d-sp-exact", "torchrec"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_going_on_equals_never_stopping(pool2, tmp_path, method: str) -> None:
+    run = Run(method, dense="adam")
+    whole = pool2.run(straight_and_saved, str(tmp_path), run)
+    for warm in (False, True):
+        for one, other in zip(pool2.run(resumed, str(tmp_path), run, False, warm), whole, strict=True):
+            if method == "torchrec":
+                assert largest_difference(one, other) <= 1e-6
+                assert one.losses == pytest.approx(other.losses, abs=1e-6)
+            else:
+                assert differences(one, other) == []
+
+
+def test_diverged_replicas_go_on_as_they_were(pool4, tmp_path) -> None:
+    run = Run("2d-sp", interval=3)
+    whole = pool4.run(straight_and_saved, str(tmp_path), run)
+    assert largest_difference(whole[0], whole[1]) > 1e-3  # after 9 steps the last two are not averaged
+    for one, other in zip(pool4.run(resumed, str(tmp_path), run), whole, strict=True):
+        assert largest_difference(one, other) <= 1e-6
+        assert one.losses == pytest.approx(other.losses, abs=1e-6)
+
+
+def test_rows_that_were_read_early_matter(pool2, tmp_path) -> None:
+    run = Run("uniemb")
+    whole = pool2.run(straight_and_saved, str(tmp_path), run)
+    forgotten = pool2.run(resumed, str(tmp_path), run, True)
+    assert any(differences(one, other) for one, other in zip(forgotten, whole, strict=True))
+
+
+@pytest.mark.parametrize("rule", ["rowwise_adagrad", "adam"])
+def test_another_number_of_ranks_reshards(pool2, pool4, tmp_path, rule: str) -> None:
+    """From 2 ranks to 4 and to 1's: tables and optimizer state move, the whole table is the same."""
+    run = Run("nestpipe", rule)
+    pool2.run(straight_and_saved, str(tmp_path), run)
+    before, after = (pool.run(state_of, str(tmp_path), run)[0] for pool in (pool2, pool4))
+    assert before[0].keys() == after[0].keys()
+    assert all(torch.equal(after[0][name], value) for name, value in before[0].items())
+    assert (before[1], after[1]) == (SAVED_AT, SAVED_AT // 2)
+    assert torch.equal(before[2], after[2])
+
+
+def state_of(folder: str, run: Run):
+    """On a rank, after loading: weights, batches trained, the optimizer state of all ranks' rows in table order."""
+    import torch.distributed as dist
+
+    trainer = run.trainer()
+    try:
+        checkpoints(folder, run).load(trainer, partial(same_samples, dist.get_world_size()))
+        layout, exchange = trainer.layout, trainer.exchanges["keys"]
+        states = exchange.all_gather(trainer.shard.state)
+        rows = [
+            states[rank, layout.base[t] : layout.base[t] + stop - start]
+            for t in range(len(layout.tables))
+            for rank in range(layout.world_size)
+            for start, stop in [layout.owned(t, rank)]
+        ]
+        return weights(trainer), trainer.trained, torch.cat(rows)
+    finally:
+        trainer.close()
+
+
+def refusal(folder: str, run: Run, identity: dict) -> tuple[str, bool]:
+    """On a rank: the message, and whether the trainer is as it was."""
+    import torch.distributed as dist
+
+    trainer = run.trainer()
+    try:
+        before = weights(trainer)
+        with pytest.raises(CheckpointError) as error:
+            checkpoints(folder, run, **identity).load(trainer, partial(same_samples, dist.get_world_size()))
+        after = weights(trainer)
+        return str(error.value), all(torch.equal(after[name], value) for name, value in before.items())
+    finally:
+        trainer.close()
+
+
+def refusals(pool, folder: Path, run: Run, **identity) -> str:
+    """All ranks refuse, in one line, the same for all, and change nothing."""
+    messages, unchanged = zip(*pool.run(refusal, str(folder), run, identity), strict=True)
+    assert all(unchanged) and len(set(messages)) == 1 and "\n" not in messages[0]
+    return messages[0]
+
+
+def test_what_is_damaged_foreign_or_of_other_ranks_is_refused(pool2, pool4, tmp_path) -> None:
+    run = Run("nestpipe")
+    pool2.run(straight_and_saved, str(tmp_path), run)
+    [place] = tmp_path.iterdir()
+    assert "seed was 3 there and is 4 now" in refusals(pool2, tmp_path, run, seed=4)
+
+    file = place / "rank-1.pt"
+    sound = file.read_bytes()
+    file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    assert "rank-1.pt does not match its checksum; remove step-00000004" in refusals(pool2, tmp_path, run)
+    file.unlink()
+    assert "rank-1.pt cannot be read" in refusals(pool2, tmp_path, run)
+    assert "rank-1.pt cannot be read" in refusals(pool4, tmp_path, run)
+    file.write_bytes(sound)
+
+    manifest = json.loads((place / "manifest.json").read_text())
+    (place / "manifest.json").write_text(json.dumps({**manifest, "step": 3}))
+    assert "its 3 steps end inside a step of 4 ranks" in refusals(pool4, tmp_path, run)
+    (place / "manifest.json").write_text("{")
+    assert "manifest.json cannot be used" in refusals(pool2, tmp_path, run)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"step": "x"}, {"ranks": None}, {"identity": []}, {"files": 7}, {"method": 1}, {"format": []}]
+)
+def test_a_manifest_of_foreign_values_is_refused(tmp_path, wrong) -> None:
+    (tmp_path / "step-00000004").mkdir()
+    good = {"format": FORMAT, "method": "m", "step": 4, "ranks": 2, "identity": {}, "files": {}}
+    path = tmp_path / "step-00000004" / "manifest.json"
+    path.write_text(json.dumps(good))
+    assert newest(tmp_path).step == 4  # type: ignore[union-attr]
+    for text in (json.dumps({**good, **wrong}), "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=r"manifest.json cannot be used .*: remove step-00000004 to go on"):
+            newest(tmp_path)
+
+
+def test_two_runs_do_not_save_to_one_folder(tmp_path) -> None:
+    folder = str(tmp_path / "saved")
+    with only_writer(folder):
+        with pytest.raises(CheckpointError, match=r"another run saves to .*saved; wait for it"), only_writer(folder):
+            pass
+        with only_writer(str(tmp_path / "other")), only_writer(None):
+            pass
+    with only_writer(folder):
+        pass
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(CheckpointError, match=r"cannot write into .*file.*choose another"),
+        only_writer(f"{tmp_path}/file"),
+    ):
+        pass
+
+
+def test_methods_that_cannot_reshard_say_so(pool2, pool4, tmp_path) -> None:
+    for method, reason in (("torchrec", "fit their own number of ranks"), ("uniemb", "read early")):
+        pool2.run(straight_and_saved, str(tmp_path / method), Run(method))
+        assert reason in refusals(pool4, tmp_path / method, Run(method))
+
+
+class Intruder:
+    def __reduce__(self):
+        return os.mkdir, ("intruder",)
+
+
+def test_nothing_executes_on_load(pool2, tmp_path, monkeypatch) -> None:
+    import hashlib
+
+    monkeypatch.chdir(tmp_path)
+    run = Run("nestpipe")
+    pool2.run(straight_and_saved, str(tmp_path), run)
+    [place] = tmp_path.iterdir()
+    torch.save({"trainer": Intruder()}, place / "rank-0.pt")
+    manifest = json.loads((place / "manifest.json").read_text())
+    manifest["files"]["rank-0.pt"] = hashlib.sha256((place / "rank-0.pt").read_bytes()).hexdigest()
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    assert "rank-0.pt holds more than plain tensors" in refusals(pool2, tmp_path, run)
+    assert not list(tmp_path.rglob("intruder"))
+
+
+def save_into(folder: str, rank_that_cannot: int) -> str:
+    import nestpipe.checkpoint as module
+    import torch.distributed as dist
+
+    run = Run("serial")
+    trainer, results, write = run.trainer(), [], module._write
+    try:
+        iterator = iter(batches(6))
+        for step in range(5):
+            results.append(trainer.progress(iterator))
+            if step == 4 and dist.get_rank() == rank_that_cannot:
+                module._write = full_disk
+            if step < 4:
+                checkpoints(folder, run).save(trainer, results)
+        with pytest.raises(CheckpointError) as error:
+            checkpoints(folder, run).save(trainer, results)
+        return str(error.value)
+    finally:
+        module._write = write
+        trainer.close()
+
+
+def full_disk(path, state):
+    path.write_bytes(b"half")
+    raise OSError(28, "No space left on device")
+
+
+def test_a_rank_that_cannot_write_leaves_the_checkpoint_before(pool2, tmp_path) -> None:
+    assert all("No space left" in text for text in pool2.run(save_into, str(tmp_path), 1))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".step-00000005.writing", "step-00000003", "step-00000004"]
+    assert newest(tmp_path).step == 4
+    assert newest(tmp_path / "none") is None
+
+
+def test_the_step_of_another_number_of_ranks() -> None:
+    from nestpipe.data.loader import load_dataset
+
+    config = RunConfig()
+    dataset = load_dataset(config.data, config.model, 1)
+    old, new = dataset.steps_per_epoch(2), dataset.steps_per_epoch(4)
+    assert step_here(dataset, 4, 6, 2) == 3 and step_here(dataset, 2, 3, 4) == 6
+    assert step_here(dataset, 4, 7, 2) is None
+    assert step_here(dataset, 4, 3 * old, 2) == 3 * new
