@@ -19,8 +19,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from baselines.torchrec.sharding import FUSED, shards
-from nestpipe.data.criteo import DENSE_FEATURES, FEATURES, criteo_batches, criteo_tables
 from nestpipe.data.keyed_jagged import to_keyed_jagged_tensor
+from nestpipe.datasets.criteo import DENSE_FEATURES, FEATURES, criteo_batches, criteo_tables
 from nestpipe.trainer import SparseOptimizer
 
 DIM, ROWS = 16, 2000

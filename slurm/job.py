@@ -83,7 +83,7 @@ class PointJob:
         join(job, self.collective_s)
         import torch.distributed as dist
 
-        from nestpipe.ranks.pool import leave_process_group
+        from nestpipe.ranks.process_group import leave_process_group
         from nestpipe.training.runs import Interrupted, run_in_group
 
         # Rank 0 looks for all: another host may see a shared file system a moment later.
@@ -171,7 +171,7 @@ def own_checkpoints(folder: PointFolder, job: str) -> Path:
 
 def join(job: Any, timeout_s: float) -> None:
     """Join the process group of this job's tasks."""
-    from nestpipe.ranks.pool import join_process_group
+    from nestpipe.ranks.process_group import join_process_group
 
     if job.cluster == "local":
         # Below the range that the system hands out; a job is one process on this machine, so its id is its own.

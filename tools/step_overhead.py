@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nestpipe.config import DataConfig, ModelConfig, TrainingConfig
 from nestpipe.data.batch import Batch
-from nestpipe.data.loader import load_dataset
+from nestpipe.datasets.loader import load_dataset
 from nestpipe.engine.engine import Engine
 from nestpipe.models.next_item import build_model_spec
 from nestpipe.schedule.templates import dbp_only, serial

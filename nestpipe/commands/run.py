@@ -20,7 +20,7 @@ from rich.table import Table
 from nestpipe.machine.files import require_writable, require_writable_folder, write_atomically
 from nestpipe.measurement.record import Record, Store
 from nestpipe.measurement.trace import perfetto_json
-from nestpipe.ranks.testbed import TestbedUnavailable
+from nestpipe.testbed.testbed import TestbedUnavailable
 from nestpipe.training.runs import WARM_UP_STEPS, MethodRun, RunConfig, run, validate
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from nestpipe.ranks.testbed import testbed_down, testbed_status, testbed_up
+from nestpipe.testbed.testbed import testbed_down, testbed_status, testbed_up
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
-"""Data sets and batches."""
+"""Batches and what data sets have in common."""
 
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.dataset import DataError, Dataset
-from nestpipe.data.loader import load_dataset
 
-__all__ = ["Batch", "DataError", "Dataset", "Jagged", "load_dataset"]
+__all__ = ["Batch", "DataError", "Dataset", "Jagged"]

@@ -1,21 +1,7 @@
-"""Real rank processes, their exchanges, and hosts with shaped links on one machine."""
+"""Real rank processes, the group that they form, and their exchanges."""
 
-from nestpipe.ranks.pool import (
-    RankError,
-    RankFailure,
-    RankPlace,
-    RankPool,
-    join_process_group,
-    leave_process_group,
-    send_to_launcher,
-)
+from nestpipe.ranks.pool import RankPool
+from nestpipe.ranks.process import RankError, RankFailure
+from nestpipe.ranks.rank import send_to_launcher
 
-__all__ = [
-    "RankError",
-    "RankFailure",
-    "RankPlace",
-    "RankPool",
-    "join_process_group",
-    "leave_process_group",
-    "send_to_launcher",
-]
+__all__ = ["RankError", "RankFailure", "RankPool", "send_to_launcher"]

@@ -27,20 +27,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from nestpipe.ranks.process import RankError, RankFailure, RankProcess, start_guardian
-from nestpipe.ranks.rank import RankConfig, RankPlace, dump, join_process_group, leave_process_group, send_to_launcher
+from nestpipe.ranks.rank import RankConfig, dump
 
 if TYPE_CHECKING:
-    from nestpipe.ranks.testbed import Testbed
+    from nestpipe.testbed.testbed import Testbed
 
-__all__ = [
-    "RankError",
-    "RankFailure",
-    "RankPlace",
-    "RankPool",
-    "join_process_group",
-    "leave_process_group",
-    "send_to_launcher",
-]
 
 # After a first failure: how long to listen for an earlier or better explained one of another rank.
 SETTLE_S = 0.4

@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 
 from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig
-from nestpipe.data.loader import load_dataset
+from nestpipe.datasets.loader import load_dataset
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.provenance import provenance
 from nestpipe.models.next_item import build_model_spec
 from nestpipe.models.ranking_quality import evaluate
-from nestpipe.ranks.pool import RankPool, send_to_launcher
+from nestpipe.ranks.pool import RankPool
+from nestpipe.ranks.rank import send_to_launcher
 from nestpipe.trainer import SparseOptimizer, Trainer
 from nestpipe.training.runs import ConfigError, RunConfig, dense_optimizer, validate
 

@@ -16,13 +16,13 @@ from nestpipe.clustering.clustering import clustered
 from nestpipe.config import OptimizerConfig
 from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import Dataset
-from nestpipe.data.loader import load_dataset
+from nestpipe.datasets.loader import load_dataset
 from nestpipe.measurement.clock import clock_offset
 from nestpipe.measurement.trace import Span
 from nestpipe.methods import Method
 from nestpipe.models.next_item import build_model_spec
 from nestpipe.models.ranking_quality import evaluate
-from nestpipe.ranks.pool import send_to_launcher
+from nestpipe.ranks.rank import send_to_launcher
 from nestpipe.trainer import DenseOptimizer, SparseOptimizer, StepResult, Trainer
 from nestpipe.training.checkpoint import Checkpoints, Manifest, method_folder, newest, refuse_other_ranks
 

@@ -12,15 +12,16 @@ import torch.distributed as dist
 
 from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from nestpipe.data.dataset import Dataset
-from nestpipe.data.loader import load_dataset
+from nestpipe.datasets.loader import load_dataset
 from nestpipe.measurement.exposed_time import StepTimes, joined, step_times
 from nestpipe.measurement.provenance import provenance
 from nestpipe.measurement.record import METRICS, Record, metrics_from_times
 from nestpipe.measurement.trace import Timeline, observed_timelines, scheduled_timeline
 from nestpipe.methods import Method, MethodOptions, find_method
-from nestpipe.ranks.pool import RankError, RankPool
-from nestpipe.ranks.testbed import parse_testbed
+from nestpipe.ranks.pool import RankPool
+from nestpipe.ranks.process import RankError
 from nestpipe.schedule.operations import MOST_MICRO_BATCHES
+from nestpipe.testbed.testbed import parse_testbed
 from nestpipe.training.checkpoint import CheckpointError, only_writer
 from nestpipe.training.loop import (
     WARM_UP_STEPS,

@@ -12,8 +12,8 @@ from typing import Any
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.record import Record, Store
 from nestpipe.measurement.trace import Timeline
-from nestpipe.ranks.testbed import TestbedUnavailable
 from nestpipe.simulator.scenario import SimulateConfig, simulate
+from nestpipe.testbed.testbed import TestbedUnavailable
 from nestpipe.training.convergence import ConvergenceConfig, Curve, converge, identity, read_curves
 from nestpipe.training.runs import MethodRun, RunConfig, run
 from results.experiments.plan import Part, has_record

@@ -9,9 +9,10 @@ import pytest
 
 from nestpipe.clustering.clustering import batch_pins, cluster, distinct_keys
 from nestpipe.config import DataConfig, ModelConfig
-from nestpipe.data import Batch, load_dataset
-from nestpipe.data.criteo import CRITEO_TABLES, criteo_batches
+from nestpipe.data import Batch
 from nestpipe.data.tables import TableConfig
+from nestpipe.datasets.criteo import CRITEO_TABLES, criteo_batches
+from nestpipe.datasets.loader import load_dataset
 from nestpipe.training.runs import RunConfig, run
 from tests.support.paths import MOVIELENS
 

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.config import DataConfig, ModelConfig
-from nestpipe.data import Batch, Dataset, load_dataset
+from nestpipe.data import Batch, Dataset
 from nestpipe.data import counter_random as draws
+from nestpipe.datasets.loader import load_dataset
 
 
 def dataset_of(histories: list[list[int]], batch_size: int = 4, windows: str = "last", seed: int = 1, length: int = 3):

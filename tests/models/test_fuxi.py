@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.config import DataConfig, ModelConfig, TrainingConfig
-from nestpipe.data import load_dataset
+from nestpipe.datasets.loader import load_dataset
 from nestpipe.engine.engine import Engine
 from nestpipe.models.fuxi import FuXi
 from nestpipe.models.next_item import BACKBONES, build_model_spec

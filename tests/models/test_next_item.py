@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from nestpipe.config import DataConfig, ModelConfig, TrainingConfig
-from nestpipe.data import Batch, Jagged, load_dataset
+from nestpipe.data import Batch, Jagged
+from nestpipe.datasets.loader import load_dataset
 from nestpipe.models.next_item import NextItem, build_model_spec
 from nestpipe.models.ranking_quality import evaluate, popularity_baseline
 from tests.support.paths import MOVIELENS

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from nestpipe.measurement import clock
-from nestpipe.ranks.pool import RankError, RankPool, send_to_launcher
-from nestpipe.ranks.rank import first_slurm_host, join_process_group, leave_process_group
+from nestpipe.ranks.pool import RankPool
+from nestpipe.ranks.process import RankError
+from nestpipe.ranks.process_group import first_slurm_host, join_process_group, leave_process_group
+from nestpipe.ranks.rank import send_to_launcher
 
 END_WITHIN_S = 10.0
 

@@ -10,7 +10,7 @@ import pytest
 from nestpipe import cli
 from nestpipe.measurement.record import Store
 from nestpipe.measurement.trace import Timeline
-from nestpipe.ranks.testbed import TestbedUnavailable
+from nestpipe.testbed.testbed import TestbedUnavailable
 from nestpipe.training.runs import MethodRun
 from results.experiments import run_part as measure
 from results.experiments.plan import Options, find_part

@@ -31,7 +31,7 @@ MODEL = ModelConfig(sequence_length=20)
 
 
 def test_router_counts_what_counting_by_hand_gives():
-    from nestpipe.data.loader import load_dataset
+    from nestpipe.datasets.loader import load_dataset
 
     measured = measure_keys(DATA, MODEL, 3, worker_counts=(1, 2, 4), micro_batches=(2, 4), batches=2)
     dataset = load_dataset(DATA, MODEL, 3)

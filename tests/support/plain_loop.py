@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.config import TrainingConfig
-from nestpipe.data import Dataset, Jagged, load_dataset
+from nestpipe.data import Dataset, Jagged
 from nestpipe.data.tables import TableConfig
+from nestpipe.datasets.loader import load_dataset
 from nestpipe.models.next_item import build_model_spec
 from nestpipe.models.ranking_quality import evaluate
 

@@ -17,7 +17,7 @@ from nestpipe import cli
 from nestpipe.config import LIMITS
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.engine.engine import Engine
-from nestpipe.ranks.pool import RankError
+from nestpipe.ranks.process import RankError
 from nestpipe.schedule.templates import nestpipe, serial
 from tests.support.engine_runs import SPEC, Outcome, Setting, differences, make_batches, train
 

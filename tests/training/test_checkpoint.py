@@ -263,7 +263,7 @@ def test_a_rank_that_cannot_write_leaves_the_checkpoint_before(pool2, tmp_path) 
 
 
 def test_the_step_of_another_number_of_ranks() -> None:
-    from nestpipe.data.loader import load_dataset
+    from nestpipe.datasets.loader import load_dataset
 
     config = RunConfig()
     dataset = load_dataset(config.data, config.model, 1)

@@ -175,7 +175,7 @@ def trained(config: RunConfig, steps: int) -> dict[str, tuple]:
     """On a rank: per method the losses and weights after ``steps`` steps, and the weights that it began with."""
     import torch.distributed as dist
 
-    from nestpipe.data.loader import load_dataset
+    from nestpipe.datasets.loader import load_dataset
     from nestpipe.methods import find_method
     from nestpipe.models.next_item import build_model_spec
     from nestpipe.trainer import SparseOptimizer
@@ -354,7 +354,7 @@ def test_shaped_links(tmp_path):
 
 def test_without_root_the_run_falls_back_to_loopback_and_says_so(monkeypatch, capsys):
     from nestpipe.commands import run as command
-    from nestpipe.ranks.testbed import TestbedUnavailable
+    from nestpipe.testbed.testbed import TestbedUnavailable
 
     asked = []
 

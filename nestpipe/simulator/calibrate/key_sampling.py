@@ -57,7 +57,7 @@ def measure_keys(
     workers and batches, fitted as a power and a logarithm of the workers. ``error``: the largest count
     predicted from the others.
     """
-    from nestpipe.data.loader import load_dataset
+    from nestpipe.datasets.loader import load_dataset
 
     dataset = load_dataset(data, model, seed)
     rows, overlap = [], []

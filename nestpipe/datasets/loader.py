@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.data.dataset import Dataset
-from nestpipe.data.kuairand.kuairand import load_kuairand
-from nestpipe.data.movielens import load_movielens
-from nestpipe.data.synthetic import load_synthetic
+from nestpipe.datasets.kuairand import load_kuairand
+from nestpipe.datasets.movielens import load_movielens
+from nestpipe.datasets.synthetic import load_synthetic
 
 
 def load_dataset(config: DataConfig, model: ModelConfig, seed: int) -> Dataset:

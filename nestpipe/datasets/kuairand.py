@@ -16,7 +16,7 @@ import numpy as np
 
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.data.dataset import DataError, Dataset, flat_ranges
-from nestpipe.data.kuairand.convert import FORMAT, convert
+from nestpipe.datasets.kuairand_convert import FORMAT, convert
 
 
 def load_kuairand(config: DataConfig, model: ModelConfig, seed: int) -> Dataset:

@@ -15,14 +15,15 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from nestpipe.data.kuairand import convert as kuairand_convert
 
 from nestpipe.config import DataConfig, ModelConfig
-from nestpipe.data import DataError, load_dataset
-from nestpipe.data.kuairand import convert as kuairand_convert
-from nestpipe.data.kuairand.convert import VideosSeen, convert
-from nestpipe.data.kuairand.kuairand import converted_folder, find_logs
-from nestpipe.data.kuairand.rows import read_log
+from nestpipe.data import DataError
 from nestpipe.data.text_blocks import BadRows
+from nestpipe.datasets.kuairand import converted_folder, find_logs
+from nestpipe.datasets.kuairand_convert import VideosSeen, convert
+from nestpipe.datasets.kuairand_rows import read_log
+from nestpipe.datasets.loader import load_dataset
 
 COLUMNS = (
     "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
@@ -85,7 +86,7 @@ def test_against_sorting_in_python(tmp_path, monkeypatch):
 def test_first_and_later_starts_give_the_same_batches_and_later_ones_do_not_read_the_logs(tmp_path, monkeypatch):
     write(tmp_path, a=[row(*r) for r in scattered()])
     first = list(load(tmp_path, batch_size=4).batches(0, 1, epochs=1))
-    monkeypatch.setattr("nestpipe.data.kuairand.convert.read_log", None)
+    monkeypatch.setattr("nestpipe.datasets.kuairand_convert.read_log", None)
     again = list(load(tmp_path, batch_size=4).batches(0, 1, epochs=1))
     assert len(first) == len(again) > 5
     for one, other in zip(first, again, strict=True):

@@ -17,8 +17,8 @@ import subprocess
 import time
 import types
 
-from nestpipe.ranks.rank import enter_network_namespace
-from nestpipe.ranks.switch import (
+from nestpipe.testbed.namespaces import enter_network_namespace
+from nestpipe.testbed.switch import (
     FALL_BACK,
     GSO_BYTES,
     SWITCH,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nestpipe.config import DataConfig, ModelConfig
-from nestpipe.data import load_dataset
-from nestpipe.data.synthetic import _exposures, _history_lengths
+from nestpipe.datasets.loader import load_dataset
+from nestpipe.datasets.synthetic import _exposures, _history_lengths
 
 
 @pytest.fixture(scope="module")

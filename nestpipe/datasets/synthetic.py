@@ -56,7 +56,7 @@ def load_synthetic(config: DataConfig, model: ModelConfig, seed: int) -> Dataset
 
 
 def _resource(name: str) -> str:
-    return (files("nestpipe.data") / "kuairand27k" / name).read_text(encoding="utf-8")
+    return (files("nestpipe.datasets") / "kuairand27k" / name).read_text(encoding="utf-8")
 
 
 def _history_lengths(users: int, scale: float, seed: int) -> np.ndarray:

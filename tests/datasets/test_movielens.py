@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from nestpipe.config import DataConfig, ModelConfig
-from nestpipe.data import DataError, load_dataset
+from nestpipe.data import DataError
 from nestpipe.data.text_blocks import blocks
+from nestpipe.datasets.loader import load_dataset
 from nestpipe.models.ranking_quality import popularity_baseline
 from tests.support.paths import MOVIELENS
 
@@ -44,7 +45,7 @@ def test_other_layouts_are_the_same_data(tmp_path, layout):
 def test_blocks_do_not_show(tmp_path, monkeypatch):
     (tmp_path / "u.data").write_text(GOOD * 7 + "broken\n" + GOOD)
     whole = load(tmp_path, "skip")
-    monkeypatch.setattr("nestpipe.data.movielens.blocks", lambda path: blocks(path, size=16))
+    monkeypatch.setattr("nestpipe.datasets.movielens.blocks", lambda path: blocks(path, size=16))
     pieces = load(tmp_path, "skip")
     assert pieces.bad_row_examples == whole.bad_row_examples and ":36: " in whole.bad_row_examples[0]
     assert pieces.lengths.tolist() == whole.lengths.tolist()

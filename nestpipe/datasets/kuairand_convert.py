@@ -23,8 +23,8 @@ from typing import IO
 import numpy as np
 
 from nestpipe.data.dataset import DataError
-from nestpipe.data.kuairand.rows import LogRows, read_log
 from nestpipe.data.text_blocks import BadRows
+from nestpipe.datasets.kuairand_rows import LogRows, read_log
 from nestpipe.machine.progress import Advance, progress
 
 #: Changes when the converted form does.

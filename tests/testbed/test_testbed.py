@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nestpipe.ranks import switch as switch_module
 from nestpipe.ranks.pool import RankPool
-from nestpipe.ranks.testbed import (
+from nestpipe.testbed import switch as switch_module
+from nestpipe.testbed.testbed import (
     TestbedUnavailable,
     parse_delay,
     parse_rate,
@@ -166,7 +166,7 @@ def test_two_testbeds_stand_side_by_side():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_testbed_ends_with_its_owner(number):
     code = (
-        "import time\nfrom nestpipe.ranks.testbed import parse_testbed\n"
+        "import time\nfrom nestpipe.testbed.testbed import parse_testbed\n"
         "with parse_testbed('netns:200mbit,1ms'):\n    print('up', flush=True)\n    time.sleep(60)"
     )
     owner = subprocess.Popen(

@@ -1,1 +1,0 @@
-"""The KuaiRand logs: read, checked and converted once."""
