@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from dlrm_common import CPU, criteo, dense_optimizer, dlrm, sharded, torchrec_optimizer  # noqa: F401
 
-from nestpipe.adoption.pipeline import NestPipeline
+from nestpipe.adoption import NestPipeline
 from nestpipe.ranks.process_group import join_process_group, leave_process_group
 from nestpipe.trainer import SparseOptimizer
 

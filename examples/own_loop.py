@@ -5,11 +5,10 @@ import os
 import torch
 
 from nestpipe.data import Batch, Jagged
-from nestpipe.data.tables import TableConfig
-from nestpipe.engine.engine import Engine
+from nestpipe.engine import Engine
 from nestpipe.ranks.process_group import join_process_group, leave_process_group
-from nestpipe.schedule.templates import nestpipe
-from nestpipe.trainer import ModelSpec, SparseOptimizer
+from nestpipe.schedule import nestpipe
+from nestpipe.trainer import ModelSpec, SparseOptimizer, TableConfig
 
 
 class Clicks(torch.nn.Module):

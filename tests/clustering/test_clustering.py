@@ -64,7 +64,7 @@ def test_a_user_without_a_home_gets_the_slower_form(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.warns(UserWarning, match="Could not determine home directory.*slower numpy form"):
-        assert library.__wrapped__("clustering.c") is None
+        assert library.__wrapped__(SOURCE) is None
 
 
 def test_dense_batches_get_a_second_start(monkeypatch):

@@ -9,7 +9,7 @@ import os
 import numpy as np
 import pytest
 
-from nestpipe.machine.files import require_writable, write_atomically
+from nestpipe.machine.files import NotWritable, require_writable, write_atomically
 from nestpipe.measurement.exposed_time import EXPOSED, StepTimes
 from nestpipe.measurement.provenance import provenance
 from nestpipe.measurement.record import (
@@ -175,9 +175,9 @@ def test_where_nothing_can_be_written_is_said_before_anything_runs(tmp_path):
     require_writable(tmp_path / "new" / "out.json")
     assert not list((tmp_path / "new").iterdir())
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordError, match=r"cannot write into .*/file: it is no folder"):
+    with pytest.raises(NotWritable, match=r"cannot write into .*/file: it is no folder"):
         require_writable(tmp_path / "file" / "out.json")
-    with pytest.raises(RecordError, match="is a folder"):
+    with pytest.raises(NotWritable, match="is a folder"):
         require_writable(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,16 @@ from torch.nn import functional as F
 
 from nestpipe.models.hstu import HSTU, look_up, pad, padded_index, time_buckets
 from tests.support.hstu_reference import LONGEST, run, silu
+
+
+@pytest.fixture(scope="module")
+def hstu() -> HSTU:
+    torch.manual_seed(0)
+    model = HSTU(width=8, layers=2, heads=2, longest=LONGEST)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
 
 
 def norm(x, layer):

@@ -125,7 +125,9 @@ def test_a_home_that_cannot_be_written_is_one_line(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     monkeypatch.setattr(switch_module.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(os.path, "exists", lambda path: True)
-    with pytest.raises(TestbedUnavailable, match=r"/proc/none/nestpipe, and cannot .*XDG_CACHE_HOME, or use --testbed"):
+    with pytest.raises(
+        TestbedUnavailable, match=r"/proc/none/nestpipe cannot be written .*XDG_CACHE_HOME, or use --testbed"
+    ):
         parse_testbed("netns:200mbit,1ms").up(2)
 
 

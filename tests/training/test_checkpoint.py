@@ -229,8 +229,9 @@ def test_nothing_executes_on_load(pool2, tmp_path, monkeypatch) -> None:
 
 
 def save_into(folder: str, rank_that_cannot: int) -> str:
-    import nestpipe.checkpoint as module
     import torch.distributed as dist
+
+    from nestpipe.training import checkpoint as module
 
     run = Run("serial")
     trainer, results, write = run.trainer(), [], module._write
