@@ -18,31 +18,6 @@ TINY = shlex.split(
     "--workers 2 --steps 2 --rounds 1 --batch-size 8 --embedding-dim 8 --width 8 --heads 1 --dense-layers 1 "
     "--sequence-length 8 --negatives 4 --data-scale 0.00001 --micro-batches 2"
 )
-    "--workers",
-    "2",
-    "--steps",
-    "2",
-    "--rounds",
-    "1",
-    "--batch-size",
-    "8",
-    "--embedding-dim",
-    "8",
-    "--width",
-    "8",
-    "--heads",
-    "1",
-    "--dense-layers",
-    "1",
-    "--sequence-length",
-    "8",
-    "--negatives",
-    "4",
-    "--data-scale",
-    "0.00001",
-    "--micro-batches",
-    "2",
-]
 
 
 @pytest.fixture(scope="module")
