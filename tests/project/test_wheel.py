@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds nothing but the wheel's contents; its dependencies are those of this environment."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)], check=True, cwd=folder)
+    # From a copy: a build folder of an earlier day would lend the wheel files that are no longer there.
+    kept_out = shutil.ignore_patterns(".*", "build", "out", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, folder / "source", ignore=kept_out)
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), "./source"], check=True, cwd=folder)
     (wheel,) = folder.glob("nestpipe-*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", str(folder / "site"), str(wheel)], check=True, cwd=folder)
     return folder / "site"
