@@ -18,8 +18,8 @@ from tests.support.paths import ROOT
 
 #: Milliseconds of each stage for a whole batch, which keep to what the README says above its table.
 STAGE_TIMES = (
-    {"P": 5, "H": 3, "K": 17, "R": 20, "W": 11, "E": 26, "G": 38, "F": 40, "B": 80, "A": 5, "U": 1, "S": 2, "O": 0.5, "D": 9},
-    {"P": 1, "H": 2, "K": 30, "R": 40, "W": 20, "E": 60, "G": 50, "F": 60, "B": 90, "A": 2, "U": 3, "S": 1, "O": 1.5, "D": 16},
+    dict(P=5.0, H=3, K=17, R=20, W=11, E=26, G=38, D=9, F=40, B=80, A=5, U=1, S=2, O=0.5),
+    dict(P=1.0, H=2, K=30, R=40, W=20, E=60, G=50, D=16, F=60, B=90, A=2, U=3, S=1, O=1.5),
 )  # fmt: skip
 #: Batches: the pipeline fills and drains; the steps in the middle are compared.
 BATCHES, MIDDLE = 24, slice(8, 16)
@@ -31,7 +31,7 @@ def readme_table() -> dict[str, list[str]]:
     text = (ROOT / "README.md").read_text()
     head = "| method | input and lookup | All2Alls | dense AllReduce | updates |\n"
     rows = text[text.index(head) + len(head) :].partition("\n\n")[0].splitlines()[1:]
-    cells = [[cell.strip(" `").replace("−", "-") for cell in row.strip("|").split("|")] for row in rows]
+    cells = [[cell.strip(" `").replace("\u2212", "-") for cell in row.strip("|").split("|")] for row in rows]
     return {name: formulas for name, *formulas in cells}
 
 
