@@ -222,6 +222,16 @@ def test_the_schedule_in_the_readme_is_the_examples():
     assert plain in blocks(README, "")
 
 
+def test_the_registration_in_the_readme_makes_the_method(tmp_path):
+    (shown,) = (block for block in blocks(README, "python") if "METHOD =" in block)
+    example = ROOT / "examples" / "lookahead.txt"
+    (tmp_path / "lookahead.txt").write_text(example.read_text())
+    names: dict[str, Any] = {"__file__": str(tmp_path / "my_module.py")}
+    exec(shown, names)
+    assert names["METHOD"].name == READERS_OWN
+    assert names["METHOD"].schedule(8) == load(example)
+
+
 def test_the_example_runs(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     runpy.run_path(str(ROOT / "examples" / "own_loop.py"), run_name="__main__")
