@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 import torch
 
-from nestpipe.checker.rules import Problem
+from nestpipe.checker.problem import Problem
 from nestpipe.engine.engine import Engine
 from nestpipe.schedule.operations import Op, Ref, Schedule
 from nestpipe.schedule.order import predecessors, with_derived_edges

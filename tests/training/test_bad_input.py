@@ -104,7 +104,7 @@ COMMANDS = {
     "schedule {there}/window": r"/window:1: 'micro_batches=1025': expected a whole number from 1 to 1024",
     "schedule {there}/idle": r"idle: no operation is on the lane 'compute', so a step has no end; add one",
     "schedule {there}/cycle": r"the schedule has a cycle: R0 can never start",
-    "schedule /dev/zero": r"/dev/zero: is no schedule: more than 4194304 characters",
+    "schedule /dev/zero": r"/dev/zero: is not a schedule: more than 4194304 characters",
     "schedule": r"(?i)missing.*schedule",
     "frobnicate": r"invalid choice: 'frobnicate' \(choose from",
     "": r"usage: nestpipe COMMAND",
