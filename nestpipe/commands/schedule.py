@@ -77,7 +77,11 @@ def main(arguments: Sequence[str]) -> int:
 def _hints(template: Schedule) -> list[str]:
     """What lies behind many problems at once."""
     there = {op.ref.stage for op in template.ops}
-    hints = [f"there is no {s} ({STAGES[s].title}), which every step needs" for s in "PHKREFBGAUO" if s not in there]
+    hints = [
+        f"there is no {letter} ({stage.title}), which every step needs"
+        for letter, stage in STAGES.items()
+        if stage.required == "always" and letter not in there
+    ]
     if len(template.ops) > 1 and not any(op.after for op in template.ops):
         hints.append(
             "no operation waits for another: a line 'derive edges' adds the waits that reads and writes ask for"
