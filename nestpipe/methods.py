@@ -15,6 +15,8 @@ from importlib import metadata
 
 from nestpipe import schedule
 from nestpipe.engine.engine import Engine
+from nestpipe.engine.lanes import OneAtATime
+from nestpipe.engine.thread_lanes import ThreadLanes
 from nestpipe.schedule.operations import MAX_MICRO_BATCHES, Schedule
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, Trainer
 
@@ -74,7 +76,8 @@ def scheduled_method(
     def build(
         spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
     ) -> Trainer:
-        return Engine(make(micro_batches), spec, sparse, dense, seed, overlap=overlap)
+        lanes = ThreadLanes if overlap else OneAtATime
+        return Engine(make(micro_batches), spec, sparse, dense, seed, lanes)
 
     return Method(name, summary, make, build, paper_method, micro_batches=micro_batches)
 
