@@ -15,7 +15,9 @@ from importlib import metadata
 
 from nestpipe import schedule
 from nestpipe.engine.engine import Engine
-from nestpipe.schedule.operations import MOST_MICRO_BATCHES, Schedule
+from nestpipe.engine.lanes import OneAtATime
+from nestpipe.engine.thread_lanes import ThreadLanes
+from nestpipe.schedule.operations import MAX_MICRO_BATCHES, Schedule
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, Trainer
 
 Build = Callable[[ModelSpec, SparseOptimizer, DenseOptimizer, int, int], Trainer]
@@ -74,7 +76,8 @@ def scheduled_method(
     def build(
         spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
     ) -> Trainer:
-        return Engine(make(micro_batches), spec, sparse, dense, seed, overlap=overlap)
+        lanes = ThreadLanes if overlap else OneAtATime
+        return Engine(make(micro_batches), spec, sparse, dense, seed, lanes)
 
     return Method(name, summary, make, build, paper_method, micro_batches=micro_batches)
 
@@ -124,8 +127,8 @@ def find_method(name: str) -> Method:
             raise UnknownMethod(f"method '{plain}' ({entries[plain].value}) is of type {found}, not a nestpipe Method")
     if micro_batches is None:
         return method
-    if int(micro_batches) > MOST_MICRO_BATCHES:
-        raise UnknownMethod(f"'{name}': micro-batches must be at most {MOST_MICRO_BATCHES}")
+    if int(micro_batches) > MAX_MICRO_BATCHES:
+        raise UnknownMethod(f"'{name}': micro-batches must be at most {MAX_MICRO_BATCHES}")
     if method.observed or method.name in ("dbp-only", "uniemb") or int(micro_batches) < 1:
         raise UnknownMethod(f"'{name}': {method.name} cannot run {micro_batches} micro-batches")
     chosen = int(micro_batches)

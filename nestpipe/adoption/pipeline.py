@@ -36,6 +36,7 @@ from nestpipe.adoption.separable import require_no_batch_statistics, require_sep
 from nestpipe.clustering.clustering import clustered
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.tables import TableConfig
+from nestpipe.engine.engine import Engine
 from nestpipe.methods import find_method
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult, Trainer
 
@@ -223,8 +224,12 @@ class NestPipeline:
             return self._adopted
 
         spec = ModelSpec(self._tables, build, summed=True)
-        self._trainer = self._method.build(spec, self._sparse, self._dense, self._seed, self._micro_batches)
-        _load(self._trainer, self._tables, tables)
+        trainer = self._method.build(spec, self._sparse, self._dense, self._seed, self._micro_batches)
+        if not isinstance(trainer, Engine):
+            raise ValueError(f"method '{self._method.name}' is not run by the engine, so it cannot take a model over")
+        for name, values in tables.items():
+            trainer.load_table(name, values)
+        self._trainer = trainer
 
     def _check_separable(self, foreign: ForeignBatches, batch: Batch) -> None:
         """With made-up rows: whether samples mix does not depend on their values."""
@@ -274,15 +279,6 @@ def _copy_without_tables(model: nn.Module, device: str | None = None) -> nn.Modu
     weights = [p for collection in find_collections(model).values() for p in collection.parameters()]
     memo = {id(p): p if device is None else nn.Parameter(torch.empty_like(p, device=device)) for p in weights}
     return copy.deepcopy(model, memo=memo)
-
-
-def _load(trainer: Any, tables: tuple[TableConfig, ...], whole: dict[str, Tensor]) -> None:
-    """This rank's rows of the tables that the collections hold already."""
-    layout, rank = trainer.layout, trainer.exchanges["keys"].rank
-    for t, table in enumerate(tables):
-        if table.name in whole:
-            start, stop = layout.owned(t, rank)
-            trainer.shard.weight[layout.base[t] : layout.base[t] + stop - start] = whole[table.name][start:stop]
 
 
 def _replace(root: nn.Module, path: str, module: nn.Module) -> None:

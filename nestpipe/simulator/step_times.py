@@ -11,8 +11,8 @@ import numpy as np
 from nestpipe.measurement.exposed_time import EXPOSED, StepTimes, step_times
 from nestpipe.measurement.trace import Timeline
 from nestpipe.schedule.building import folded
-from nestpipe.schedule.stages import STAGES
-from nestpipe.simulator.cost import Cluster, stage_seconds
+from nestpipe.schedule.stages import COMPUTE_LANE, STAGES
+from nestpipe.simulator.cost import Cluster, price, stage_seconds
 from nestpipe.simulator.methods import SimulatedMethod
 from nestpipe.simulator.virtual_lanes import LanePlan, lane_plan, run_lanes
 from nestpipe.simulator.workload import Workload
@@ -48,9 +48,6 @@ class Noise:
         return not (self.compute_jitter or self.key_skew or self.length_imbalance or self.stragglers)
 
 
-_JITTERED, _KEYED, _DENSE = "FBSUO", "KRUW", "FB"
-
-
 @dataclass(frozen=True)
 class NoisyDurations:
     """``Durations`` made a row at a time: mean seconds per operation, times the factors of its workers.
@@ -75,13 +72,14 @@ class NoisyDurations:
         if mean == 0.0 or noise.silent:
             return np.full(self.workers, mean)
         row = np.full(self.workers, mean)
+        kinds = STAGES[stage].noise
         if STAGES[stage].group is None:
             row *= self.fixed["straggler"]
-        if stage in _KEYED:
+        if "keys" in kinds:
             row *= self.fixed["keys"]
-        if stage in _DENSE and noise.length_imbalance:
+        if "length" in kinds and noise.length_imbalance:
             row *= _lognormal(noise.length_imbalance, self.workers, self.seed, 1, batch)
-        if stage in _JITTERED and noise.compute_jitter:
+        if "jitter" in kinds and noise.compute_jitter:
             row *= _lognormal(noise.compute_jitter, self.workers, self.seed, 2, i)
         return row
 
@@ -106,7 +104,7 @@ def plan_of(method: SimulatedMethod, micro_batches: int, batches: int, one_link:
 def mean_seconds(plan: LanePlan, stages: Sequence[Mapping[str, float]]) -> np.ndarray:
     """Float64 [ops, len(stages)]: seconds of each operation under each of several cost tables."""
     letters = sorted({op.ref.stage for op in plan.ops})
-    table = np.array([[stage[letter] for stage in stages] for letter in letters])
+    table = np.array([[price(stage, letter) for stage in stages] for letter in letters])
     return table[[letters.index(op.ref.stage) for op in plan.ops]]
 
 
@@ -188,6 +186,6 @@ def steady_step(
 ) -> np.ndarray:
     """Milliseconds [len(stages)]: ``step`` of ``steady_steps`` alone, without the account of its parts."""
     plan = plan_of(method, micro_batches, WARM_UP + 12 + DRAIN, one_link)
-    last = {op.ref.batch: i for i, op in enumerate(plan.ops) if op.lane == "compute"}
+    last = {op.ref.batch: i for i, op in enumerate(plan.ops) if op.lane == COMPUTE_LANE}
     end = run_lanes(plan, mean_seconds(plan, stages), 1, 1).end
     return (end[last[WARM_UP + 11]] - end[last[WARM_UP - 1]]) / 12 * 1e3

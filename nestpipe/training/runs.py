@@ -20,7 +20,7 @@ from nestpipe.measurement.trace import Timeline, observed_timelines, scheduled_t
 from nestpipe.methods import Method, MethodOptions, find_method
 from nestpipe.ranks.pool import RankPool
 from nestpipe.ranks.process import RankError
-from nestpipe.schedule.operations import MOST_MICRO_BATCHES
+from nestpipe.schedule.operations import MAX_MICRO_BATCHES
 from nestpipe.testbed.testbed import parse_testbed
 from nestpipe.training.checkpoint import CheckpointError, only_writer
 from nestpipe.training.loop import (
@@ -111,7 +111,7 @@ class RunConfig:
 
 #: Of an option of `nestpipe run`; of those with a limit of their own; of a wait in one piece (int milliseconds).
 MOST = 2**31 - 1
-LIMITS = {"--workers": 8192, "--micro-batches": MOST_MICRO_BATCHES}
+LIMITS = {"--workers": 8192, "--micro-batches": MAX_MICRO_BATCHES}
 LONGEST_S = 2_000_000
 
 

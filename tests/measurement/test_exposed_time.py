@@ -158,7 +158,7 @@ def reference(timeline: Timeline, rank: int, step: int) -> dict[str, float]:
         charge(i, end[i] - start[i])
         now = start[i]
         while now > low:
-            waited = [j for j in timeline.before[i] if j >= 0]
+            waited = [j for j in timeline.waited_for[i] if j >= 0]
             if not waited:
                 parts["other"] += now - low
                 break
