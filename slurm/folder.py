@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe.machine.files import write_atomically
-from nestpipe.machine.locking import only_one
+from nestpipe.machine.locking import sole_writer
 from nestpipe.measurement.record import Record, Store
 from slurm.grid import Cluster, Grid
 from slurm.point import Point, point_from_json
@@ -129,7 +129,7 @@ class SweepFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One submission at a time, so that no point is submitted twice. Raises SweepError where another is at it."""
+        """One submission at a time, so that no point is submitted twice. Raises SweepError during another one."""
         busy = f"another command is submitting to {self.path}; wait for it"
-        with only_one(self.path, SweepError, "--folder", busy):
+        with sole_writer(self.path, busy=busy, option="--folder", error=SweepError):
             yield

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from nestpipe.machine.files import write_atomically
-from nestpipe.machine.locking import only_one
+from nestpipe.machine.locking import sole_writer
 from nestpipe.trainer import StepResult, Trainer
 
 FORMAT = "nestpipe-checkpoint-1"
@@ -87,7 +87,7 @@ def only_writer(folder: str | None) -> Iterator[None]:
         yield
         return
     busy = f"another run saves to {folder}; wait for it, or choose another folder"
-    with only_one(Path(folder), CheckpointError, "--checkpoint", busy):
+    with sole_writer(Path(folder), busy=busy, option="--checkpoint", error=CheckpointError):
         yield
 
 
