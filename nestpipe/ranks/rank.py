@@ -24,6 +24,11 @@ import time
 import traceback
 from typing import Any
 
+try:
+    from cloudpickle import dumps
+except ImportError:
+    from pickle import dumps
+
 from nestpipe.testbed.namespaces import enter_network_namespace
 
 FRAME_HEADER = struct.Struct(">Q")
@@ -88,12 +93,8 @@ class Connection:
 
 
 def dump(value: Any) -> bytes:
-    """Pickle `value`, by cloudpickle where it is installed (functions of `__main__`, closures)."""
-    try:
-        import cloudpickle
-    except ImportError:
-        return pickle.dumps(value, protocol=5)
-    return cloudpickle.dumps(value, protocol=5)
+    """Pickle ``value``, by cloudpickle if it is installed (functions of ``__main__``, closures)."""
+    return dumps(value, protocol=5)
 
 
 def send_to_launcher(message: Any) -> None:
