@@ -30,7 +30,7 @@ from slurm.folder import TOLD_TO_STOP, PointFolder, write_json
 from slurm.point import Point
 from slurm.signals import NOTHING, SAVE_AND_STOP, Agreement, Flag
 
-#: Slurm sends the signal before a time limit up to this much too early (`sbatch --signal`).
+#: Slurm sends the signal before a time limit up to this much too early (``sbatch --signal``).
 EARLY_S = 60.0
 PROGRESS_EVERY_S = 1.0
 BALLAST_BYTES = 65536

@@ -17,7 +17,7 @@ from nestpipe.data.batch import Batch, Jagged
 
 
 class HostClock(Protocol):
-    """Times a stretch of the host thread: `with clock.host("P", batch):`."""
+    """Times a stretch of the host thread: ``with clock.host("P", batch):``."""
 
     def host(self, stage: str, batch: int) -> AbstractContextManager: ...
 
@@ -31,7 +31,7 @@ class NoClock:
 
 @dataclass(frozen=True)
 class KeyedBatch(Pipelineable):
-    """A `Batch` as TorchRec wants it. ``sparse``: int64 keys and lengths, one stride for all features.
+    """A ``Batch`` as TorchRec wants it. ``sparse``: int64 keys and lengths, one stride for all features.
 
     A batch without samples carries one padding sample without keys: TorchRec cannot reshape the lengths of
     a stride of zero. ``samples`` is the true count. ``weight``: what the sum of this rank's losses is

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from nestpipe.adoption.batches import ForeignBatches
@@ -37,6 +36,7 @@ from nestpipe.clustering.clustering import clustered
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.tables import TableConfig
 from nestpipe.methods import find_method
+from nestpipe.ranks.agreement import outcomes
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult, Trainer
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -258,15 +258,12 @@ class _MadeUpRows(nn.Module):
 
 
 def _raise_on_all_ranks(error: Exception | None) -> None:
-    """Collective: were one rank alone to raise, the others would wait for it inside the first exchange."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        errors: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, str(error) if error else None)
-        if error is None and any(errors):
-            rank = next(rank for rank, text in enumerate(errors) if text)
-            error = ValueError(f"rank {rank}: {errors[rank]}")
+    """Raises this rank's ``error``, or ValueError with that of the first rank that has one. Collective."""
+    _, failed = outcomes(None if error is None else str(error))
     if error is not None:
         raise error
+    if failed:
+        raise ValueError(f"rank {failed.rank}: {failed.why}")
 
 
 def _copy_without_tables(model: nn.Module, device: str | None = None) -> nn.Module:

@@ -1,10 +1,10 @@
 """One rank process: joins the process group, serves the launcher's jobs, never outlives the launcher.
 
-A rank that `nestpipe.ranks.pool.RankPool` starts talks to it over one Unix socket. Frames both ways are an
+A rank that ``nestpipe.ranks.pool.RankPool`` starts talks to it over one Unix socket. Frames both ways are an
 8-byte big-endian length and a pickle. A thread reads the socket all the time, so end of file (the launcher
 died, however it died) ends the rank and everything the rank started, also in the middle of a collective.
 
-Ranks that Slurm or torchrun start use `nestpipe.ranks.process_group` instead.
+Ranks that Slurm or torchrun start use ``nestpipe.ranks.process_group`` instead.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RankConfig:
 
 
 class Connection:
-    """A rank's end of the control socket; `send` may be called from any thread."""
+    """A rank's end of the control socket; ``send`` may be called from any thread."""
 
     def __init__(self, control: socket.socket) -> None:
         self._socket = control
@@ -98,7 +98,7 @@ def dump(value: Any) -> bytes:
 
 
 def send_to_launcher(message: Any) -> None:
-    """Stream `message` to the `on_message` callback of the running `RankPool.run`.
+    """Stream ``message`` to the ``on_message`` callback of the running ``RankPool.run``.
 
     Does nothing in a rank that no RankPool started, so code under torchrun or Slurm may call it too.
     """

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from nestpipe.machine.files import write_atomically
 from nestpipe.machine.locking import sole_writer
+from nestpipe.ranks.agreement import outcomes
 from nestpipe.trainer import StepResult, Trainer
 
 FORMAT = "nestpipe-checkpoint-1"
@@ -224,12 +225,10 @@ def _each_rank(work: Callable[[], Any], share: bool = True) -> Any:
         result = work()
     except (OSError, ValueError, RuntimeError) as error:
         failure = str(error) if isinstance(error, CheckpointError) else f"checkpoint: {error}"
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (failure, result if share else None))
-    for other, _ in outcomes:
-        if other:
-            raise CheckpointError(other)
-    return [value for _, value in outcomes] if share else result
+    results, failed = outcomes(failure, result if share else None)
+    if failed:
+        raise CheckpointError(failed.why)
+    return results if share else result
 
 
 def _first_rank(work: Callable[[], Any]) -> Any:
