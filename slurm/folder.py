@@ -31,11 +31,11 @@ TOLD_TO_STOP = "told to stop"
 
 
 class SweepError(RuntimeError):
-    """A sweep cannot go on. One line: what is wrong, what to do."""
+    """A sweep cannot continue. One line: what is wrong, what to do."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, {} where there is none or it cannot be read: another version, or a disk that was full."""
+    """The object in a file, {} if there is none or it cannot be read: another version, or a disk that was full."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -91,13 +91,18 @@ class PointFolder:
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """Raises SweepError from ``settings`` where nothing was submitted yet."""
+    """Raises SweepError from ``settings`` if nothing was submitted yet."""
 
     path: Path
 
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def stop_file(self) -> Path:
+        """A file that tells a submission that runs points on this machine to stop."""
+        return self.path / "cancel"
 
     def point(self, name: str) -> PointFolder:
         return PointFolder(self.path / "points" / name)
