@@ -69,7 +69,8 @@ class AdoptedModel(nn.Module):
     def __init__(self, model: nn.Module, embeddings: nn.Module, batches: ForeignBatches, losses: _Losses) -> None:
         super().__init__()
         self.model = model
-        self._batches, self._losses = batches, losses
+        self._batches = batches
+        self._losses = losses
         self.outputs: list[Any] = []
         self._rows = HandedRows(embeddings)
         for path, collection in find_collections(model).items():
@@ -124,14 +125,19 @@ class NestPipeline:
         collections = find_collections(model)
         if not collections:
             raise ValueError("the model holds no EmbeddingBagCollection or EmbeddingCollection; is it sharded already?")
-        self._tables, self._reads = table_configs(collections), read_keys(collections)
+        self._tables = table_configs(collections)
+        self._reads = read_keys(collections)
         self._sparse = sparse_optimizer or stated_optimizer(collections)
         self._method = find_method(method)
         self._micro_batches = self._method.micro_batches or micro_batches
         if self._micro_batches > 1:
             require_no_batch_statistics(model)
-        self._model, self._dense, self._losses = model, dense_optimizer, _Losses(reduction)
-        self._clustering, self._seed, self._check = clustering, seed, check and self._micro_batches > 1
+        self._model = model
+        self._dense = dense_optimizer
+        self._losses = _Losses(reduction)
+        self._clustering = clustering
+        self._seed = seed
+        self._check = check and self._micro_batches > 1
         self._source: Iterator[Any] | None = None
         self._batches: Iterator[Batch] = iter(())
         self._trainer: Trainer | None = None
@@ -149,7 +155,8 @@ class NestPipeline:
                 "batches = iter(loader) before the loop"
             )
         if self._source is not batches:
-            self._source, self._batches = batches, self._converted(batches)
+            self._source = batches
+            self._batches = self._converted(batches)
         if self._adopted is not None:
             self._adopted.outputs.clear()
         return self.trainer.progress(self._batches)

@@ -54,7 +54,7 @@ def convert(files: Sequence[Path], folder: Path, skip: bool) -> None:
                 raise
     except OSError as error:
         where = error.filename or folder
-        raise DataError(f"{where}: {error.strerror}; the converted form is written beside the logs") from None
+        raise DataError(f"{where}: {error.strerror}; the converted form belongs next to the logs") from None
 
 
 def _convert(files: Sequence[Path], folder: Path, skip: bool) -> None:
