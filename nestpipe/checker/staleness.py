@@ -8,7 +8,7 @@ shows in its bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,11 +187,15 @@ def _all_reduce(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) ->
 _REDUCED = 0
 
 
+def _names(gradients: Iterable[tuple[int, int]]) -> str:
+    """Gradients by batch and micro-batch, for a sentence."""
+    return ", ".join(f"{batch}.{micro}" if micro else f"A{batch}" for batch, micro in gradients) or "none"
+
+
 def _check_sum(state: _State, op: Op, got: tuple[Any, ...], what: str) -> None:
     want = [(op.ref.batch, m) for m in range(1, state.template.micro_batches + 1)]
     if sorted(got) != want:
-        names = lambda pairs: ", ".join(f"{b}.{m}" if m else f"A{b}" for b, m in pairs) or "none"  # noqa: E731
-        text = f"{op.ref} consumes the {what} of {names(got)} where it must be {names(want)}, each once"
+        text = f"{op.ref} consumes the {what} of {_names(got)} where it must be {_names(want)}, each once"
         state.report("incomplete", text)
     elif list(got) != want:
         order = ", ".join(str(m) for _, m in got)

@@ -49,7 +49,10 @@ def _adam(optimizer: SparseOptimizer, rows: Rows, gradient: Tensor) -> None:
     count += 1
     m.lerp_(gradient, 1 - first)
     v.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-    left = lambda beta: torch.expm1(count * math.log(beta)).neg_()  # 1 - beta^k without its cancellation  # noqa: E731
+
+    def left(beta: float) -> Tensor:
+        return torch.expm1(count * math.log(beta)).neg_()  # 1 - beta^k without its cancellation
+
     root = (v / left(second)).sqrt_().add_(optimizer.eps)
     rows.weight.sub_((m / left(first)).div_(root), alpha=optimizer.lr)
 

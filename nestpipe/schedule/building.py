@@ -55,8 +55,8 @@ def folded(template: Schedule, into: Mapping[str, str]) -> Schedule:
 
 def marked(template: Schedule, stages: str, mark: str) -> Schedule:
     """The schedule with ``mark`` on every operation of the stages, given by their letters."""
-    added = lambda o: replace(o, marks=(*o.marks, mark)) if o.ref.stage in stages else o  # noqa: E731
-    return replace(template, ops=tuple(map(added, template.ops)))
+    ops = (replace(o, marks=(*o.marks, mark)) if o.ref.stage in stages else o for o in template.ops)
+    return replace(template, ops=tuple(ops))
 
 
 def one_at_a_time(ops: Sequence[Op]) -> list[Op]:

@@ -53,8 +53,10 @@ class Op:
         return STAGES[self.ref.stage]
 
     def shifted(self, by: int) -> Op:
-        move = lambda ref: ref._replace(batch=ref.batch + by)  # noqa: E731
-        return replace(self, ref=move(self.ref), after=tuple(map(move, self.after)))
+        def moved(ref: Ref) -> Ref:
+            return ref._replace(batch=ref.batch + by)
+
+        return replace(self, ref=moved(self.ref), after=tuple(map(moved, self.after)))
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,10 @@ class Schedule:
     def unroll(self, batches: int) -> list[Op]:
         """The operations of batches 0..batches-1 in schedule order; edges to batches before 0 are dropped."""
         low, high = self.offsets
-        inside = lambda ref: 0 <= ref.batch < batches  # noqa: E731
+
+        def inside(ref: Ref) -> bool:
+            return 0 <= ref.batch < batches
+
         ops = (op.shifted(step) for step in range(-high, batches - low) for op in self.ops)
         return [replace(op, after=tuple(filter(inside, op.after))) for op in ops if inside(op.ref)]
 

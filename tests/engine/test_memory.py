@@ -61,7 +61,10 @@ def measure() -> dict[str, float]:
     for _ in range(STEPS):
         engine.progress(source)
     after = anonymous_bytes()
-    size = lambda *tensors: sum(t.numel() * t.element_size() for t in tensors)  # noqa: E731
+
+    def size(*tensors: torch.Tensor) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors)
+
     buffers = sum(size(rows.weight, rows.state) for rows in engine.buffers._rows)
     values = {
         "imports": before,
