@@ -47,7 +47,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def to_json(advice: Advice) -> dict[str, object]:
     """``best``, ``choices`` (fastest first), ``changes``; times in ms."""
-    choice = lambda c: {**asdict(c), "limited_by": c.limited_by, "limited_by_text": LIMITS[c.limited_by]}  # noqa: E731
+
+    def choice(c: Choice) -> dict[str, object]:
+        return {**asdict(c), "limited_by": c.limited_by, "limited_by_text": LIMITS[c.limited_by]}
+
     changes = [
         {"workers": c.workers, "before": choice(c.before), "after": choice(c.after), "text": c.text}
         for c in advice.changes

@@ -39,7 +39,10 @@ def main(arguments: Sequence[str]) -> int:
     command = tyro.cli(CalibrateCommand, prog="nestpipe calibrate", args=arguments)
     config = CalibrateConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(CalibrateConfig)})
     out = wide_console()
-    say = lambda text: out.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
+
+    def say(text: str) -> None:
+        out.print(text, highlight=False, markup=False, soft_wrap=True)
+
     hardware, samples = calibrate(config, say)
     path = command.out or local_profile()
     write_atomically(path, profile_toml(hardware, config))

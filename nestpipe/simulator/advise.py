@@ -186,5 +186,8 @@ def _grid(low: int, high: int, factor: float, unit: int) -> list[int]:
 
 def _unlike(choices: Sequence[Choice]) -> list[tuple[Choice, Choice]]:
     """Neighbours that differ in method, micro-batches or limit."""
-    key = lambda c: (c.method, c.micro_batches, c.limited_by)  # noqa: E731
+
+    def key(choice: Choice) -> tuple[str, int, str]:
+        return choice.method, choice.micro_batches, choice.limited_by
+
     return [(a, b) for a, b in pairwise(choices) if key(a) != key(b)]

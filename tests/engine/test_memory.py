@@ -80,7 +80,10 @@ def measure() -> dict[str, float]:
     for _ in range(STEPS):
         engine.progress(source)
     after = anonymous_bytes()
-    size = lambda *tensors: sum(t.numel() * t.element_size() for t in tensors)  # noqa: E731
+
+    def size(*tensors: torch.Tensor) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors)
+
     state = engine.state_dict()
     values = {
         "imports": before,

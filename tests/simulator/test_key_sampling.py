@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from nestpipe.config import DataConfig, ModelConfig
+from nestpipe.data.batch import Batch
 from nestpipe.measurement.exposed_time import EXPOSED
 from nestpipe.simulator.calibrate.key_sampling import measure_keys
 from nestpipe.simulator.calibrate.measure import (
@@ -30,6 +31,10 @@ DATA = DataConfig(batch_size=24, negatives=8, data_scale=0.001)
 MODEL = ModelConfig(sequence_length=20)
 
 
+def flat(batch: Batch) -> np.ndarray:
+    return np.concatenate([feature.values().numpy() for feature in batch.sparse.values()])
+
+
 def test_router_counts_what_counting_by_hand_gives():
     from nestpipe.datasets.loader import load_dataset
 
@@ -39,7 +44,6 @@ def test_router_counts_what_counting_by_hand_gives():
     keys, distinct, travelling = [], [], []
     for _ in range(2):
         batch = next(source)
-        flat = lambda part: np.concatenate([j.values().numpy() for j in part.sparse.values()])  # noqa: E731
         keys.append(len(flat(batch)))
         distinct.append(len(np.unique(flat(batch))))
         travelling.append(sum(len(np.unique(flat(part))) for part in batch.split(4)))
