@@ -84,7 +84,8 @@ class PointJob:
         import torch.distributed as dist
 
         from nestpipe.ranks.process_group import leave_process_group
-        from nestpipe.training.runs import Interrupted, run_in_group
+        from nestpipe.training.loop import Interrupted
+        from nestpipe.training.runs import run_in_group
 
         # Rank 0 looks for all: another host may see a shared file system a moment later.
         found: list[Any] = [None, None]

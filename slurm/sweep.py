@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nestpipe.methods import methods_of
+from nestpipe.simulator.scenario import SimulateConfig, simulate
 from slurm.executors import (
     Executor,
     alive_on_machine,
@@ -88,9 +90,7 @@ def _forget(state: PointState) -> None:
 
 
 def _validate(point: Point) -> None:
-    from nestpipe.training.runs import validate
-
-    validate(point.run_config(1.0))
+    methods_of(point.run_config(1.0))
 
 
 def _start(
@@ -120,9 +120,6 @@ def _start(
 
 def _simulate(sweep: SweepFolder, point: Point) -> None:
     """Nothing runs: the point's record says that it is simulated, and on what."""
-    from baselines.simulated import METHODS
-    from nestpipe.simulator.scenario import SimulateConfig, simulate
-
     config = SimulateConfig(
         hardware=point.hardware,
         methods=point.method,
@@ -136,7 +133,7 @@ def _simulate(sweep: SweepFolder, point: Point) -> None:
         steps=point["steps"],
         seed=point.seed,
     )
-    sweep.point(point.hash).write_result(simulate(config, METHODS)[0])
+    sweep.point(point.hash).write_result(simulate(config)[0])
 
 
 def _run_on_machine(sweep: SweepFolder, points: Sequence[Point], cluster: Cluster, watch: Watch) -> None:

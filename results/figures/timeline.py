@@ -52,7 +52,7 @@ def _scheduled() -> Picture:
             method = find_method(name)
         except UnknownMethod:
             continue
-        template = method.schedule(method.micro_batches or 4)
+        template = method.schedule(4)
         spans, length = steady_spans(template)
         drawn.append((f"{name}, N = {template.micro_batches}", spans, length))
     return _strips(
