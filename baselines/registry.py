@@ -1,123 +1,128 @@
-"""The baselines as methods that ``nestpipe`` finds by entry point. Their packages are imported when one is built."""
+"""The baselines as methods that ``nestpipe`` finds by entry point. What trains them is imported when one is built."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from baselines.torchrec.schedules import _torchrec, torchrec_bf16_schedule, torchrec_schedule
-from baselines.two_d_sp.schedules import exact, nestpipe_two_d_sp, nestpipe_two_d_sp_exact, two_d_sp_schedule
-from baselines.uniemb import uniemb
-from nestpipe.engine.engine import Engine
-from nestpipe.methods import Build, Method, MethodOptions, scheduled_method
+from baselines.torchrec.schedules import torchrec_schedule
+from baselines.two_d_sp.schedules import (
+    nestpipe_two_d_sp,
+    nestpipe_two_d_sp_exact,
+    two_d_sp,
+    unpipelined_two_d_sp,
+    without_marks,
+)
+from baselines.uniemb import uniemb, uniemb_with_hand_over
+from nestpipe.methods import Method, MethodOptions, PricedAs, engine_trainer, scheduled_method
 from nestpipe.schedule.building import marked
 from nestpipe.schedule.operations import Schedule
 from nestpipe.schedule.templates import nestpipe
-from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, Trainer
+
+if TYPE_CHECKING:
+    from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, Trainer
+
+_OWN_SAVINGS = "the cost model does not know what this variant of TorchRec saves"
 
 
-def _build_torchrec(name: str, planner: bool = False, bf16: bool = False, dedup: bool = False) -> Build:
-    def build(
-        spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
-    ) -> Trainer:
-        from baselines.torchrec.sharding import one_dimensional
-        from baselines.torchrec.trainer import TorchRecTrainer
-
-        distribute = partial(one_dimensional, planner=planner, bf16=bf16, dedup=dedup)
-        return TorchRecTrainer(spec, sparse, dense, seed, name=name, distribute=distribute)
-
-    return build
-
-
-def _fbgemm_refuses(dim: int, rule: str) -> str:
-    """What fbgemm's CPU tables cannot hold; said before ranks start. The rules are ``torchrec_sharding.FUSED``'s."""
+def _fbgemm_cannot_train(dim: int, rule: str) -> str:
+    """What fbgemm's CPU tables cannot hold, said before ranks start; the rules are ``torchrec.sharding.FUSED``'s."""
     if rule not in ("sgd", "rowwise_adagrad"):
         return f"fbgemm on a CPU trains tables by sgd or rowwise_adagrad, not {rule}: --sparse-optimizer"
     return f"fbgemm's tables have dims that are multiples of 4, not {dim}: --embedding-dim" if dim % 4 else ""
 
 
-def _torchrec_method(name: str, summary: str, make: Callable[[int], Schedule], **sharding: bool) -> Method:
-    return Method(
-        name, summary, make, _build_torchrec(name, **sharding), observed=True, micro_batches=1, refuse=_fbgemm_refuses
-    )
+def _torchrec_trainer(
+    method: Method,
+    spec: ModelSpec,
+    sparse: SparseOptimizer,
+    dense: DenseOptimizer,
+    seed: int,
+    micro_batches: int,
+    **sharding: bool,
+) -> Trainer:
+    from baselines.torchrec.trainer import torchrec_trainer  # imports torchrec, which is needed for training only
+
+    return torchrec_trainer(spec, sparse, dense, seed, method.name, **sharding)
 
 
-TORCHREC = _torchrec_method(
+def _two_d_sp_trainer(
+    method: Method, spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
+) -> Trainer:
+    from baselines.two_d_sp.trainer import two_d_sp_trainer  # imports torchrec, which is needed for training only
+
+    return two_d_sp_trainer(spec, sparse, dense, seed, method.options.replica_groups, method.options.sync_interval)
+
+
+TORCHREC = Method(
     "torchrec",
     "real TorchRec: DistributedModelParallel, row-wise, fused kernel, TrainPipelineSparseDist",
-    torchrec_schedule,
+    lambda _, options: torchrec_schedule(),
+    _torchrec_trainer,
+    observed=True,
+    fixed_micro_batches=1,
+    takes_micro_batches=False,
+    reshards=False,
+    needs=("torchrec",),
+    cannot_train=_fbgemm_cannot_train,
 )
-TORCHREC_PLANNER = _torchrec_method(
-    "torchrec-planner",
-    "real TorchRec, tables sharded as its planner chooses (row-wise or table-wise)",
-    lambda _: _torchrec("torchrec-planner"),
-    planner=True,
+TORCHREC_PLANNER = replace(
+    TORCHREC,
+    name="torchrec-planner",
+    summary="real TorchRec, tables sharded as its planner chooses (row-wise or table-wise)",
+    make_schedule=lambda _, options: torchrec_schedule("torchrec-planner"),
+    make_trainer=partial(_torchrec_trainer, planner=True),
+    base="torchrec",
+    not_priced=_OWN_SAVINGS,
 )
-TORCHREC_BF16 = _torchrec_method(
-    "torchrec-bf16",
-    "real TorchRec with embeddings and gradients quantised to bfloat16 on the wire (QCommsConfig)",
-    torchrec_bf16_schedule,
-    bf16=True,
+TORCHREC_BF16 = replace(
+    TORCHREC,
+    name="torchrec-bf16",
+    summary="real TorchRec with embeddings and gradients quantised to bfloat16 on the wire (QCommsConfig)",
+    make_schedule=lambda _, options: marked(torchrec_schedule("torchrec-bf16"), "EG", "lossy"),
+    make_trainer=partial(_torchrec_trainer, bf16=True),
+    base="torchrec",
 )
-TORCHREC_DEDUP = _torchrec_method(
-    "torchrec-dedup",
-    "real TorchRec with index deduplication; on a CPU by a kernel of ours, which fbgemm lacks there",
-    lambda _: _torchrec("torchrec-dedup"),
-    dedup=True,
+TORCHREC_DEDUP = replace(
+    TORCHREC,
+    name="torchrec-dedup",
+    summary="real TorchRec with index deduplication; on a CPU by a kernel of ours, which fbgemm lacks there",
+    make_schedule=lambda _, options: torchrec_schedule("torchrec-dedup"),
+    make_trainer=partial(_torchrec_trainer, dedup=True),
+    base="torchrec",
+    not_priced=_OWN_SAVINGS,
 )
-
-
-def _adapt_two_d_sp(method: Method, options: MethodOptions) -> Method:
-    def build(
-        spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
-    ) -> Trainer:
-        from baselines.two_d_sp.trainer import two_d_sp_trainer
-
-        return two_d_sp_trainer(spec, sparse, dense, seed, options.replica_groups, options.sync_interval)
-
-    return replace(method, schedule=partial(two_d_sp_schedule, options), build=build)
-
-
-TWO_D_SP = _adapt_two_d_sp(
-    Method(
-        "2d-sp",
-        "real TorchRec's DMPCollection: tables sharded in replica groups, replicas averaged (--replica-groups)",
-        torchrec_schedule,
-        _build_torchrec("2d-sp"),
-        "2D-SP",
-        observed=True,
-        micro_batches=1,
-        adapt=_adapt_two_d_sp,
-        refuse=_fbgemm_refuses,
+TWO_D_SP = replace(
+    TORCHREC,
+    name="2d-sp",
+    summary="real TorchRec's DMPCollection: tables sharded in replica groups, replicas averaged (--replica-groups)",
+    make_schedule=two_d_sp,
+    make_trainer=_two_d_sp_trainer,
+    paper_method="2D-SP",
+    base="torchrec",
+    priced_as=PricedAs(
+        lambda _: unpipelined_two_d_sp(),
+        "The published times of 2D-SP are those of an unpipelined step that brings the gradients of other groups "
+        "together before the update. Real TorchRec also hides key routing, and averages the replicas after it.",
     ),
-    MethodOptions(),
 )
 
 
-def _grouped_method(name: str, summary: str, make: Callable[[int], Schedule], paper: str | None = None) -> Method:
-    """A method of the engine in replica groups. With SGD, 2D-SP's update rule is the plain one: no mark."""
-
-    def adapt(method: Method, options: MethodOptions) -> Method:
-        def template(micro_batches: int) -> Schedule:
-            found = make(micro_batches)
-            return exact(found, name) if options.sparse_optimizer == "sgd" else found
-
-        def build(
-            spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
-        ) -> Trainer:
-            groups = options.replica_groups
-            return Engine(template(micro_batches), spec, sparse, dense, seed, replica_groups=groups)
-
-        return replace(method, schedule=template, build=build)
-
-    return adapt(replace(scheduled_method(name, summary, make, paper), adapt=adapt), MethodOptions())
+def _nestpipe_two_d_sp(micro_batches: int, options: MethodOptions) -> Schedule:
+    """With SGD, 2D-SP's update rule is the plain one: no mark."""
+    found = nestpipe_two_d_sp(micro_batches)
+    return without_marks(found) if options.sparse_optimizer == "sgd" else found
 
 
-NESTPIPE_TWO_D_SP = _grouped_method(
-    "nestpipe+2d-sp", "NestPipe in replica groups, with 2D-SP's update rule", nestpipe_two_d_sp, "NestPipe+2D-SP"
+NESTPIPE_TWO_D_SP = Method(
+    "nestpipe+2d-sp",
+    "NestPipe in replica groups, with 2D-SP's update rule",
+    _nestpipe_two_d_sp,
+    engine_trainer,
+    paper_method="NestPipe+2D-SP",
 )
-NESTPIPE_TWO_D_SP_EXACT = _grouped_method(
+NESTPIPE_TWO_D_SP_EXACT = scheduled_method(
     "nestpipe+2d-sp-exact",
     "NestPipe in replica groups, gradients summed over groups before the update: synchronous",
     nestpipe_two_d_sp_exact,
@@ -125,7 +130,7 @@ NESTPIPE_TWO_D_SP_EXACT = _grouped_method(
 NESTPIPE_BF16 = scheduled_method(
     "nestpipe+bf16",
     "NestPipe with embeddings and gradients in bfloat16 on the wire",
-    lambda n: replace(marked(nestpipe(n), "EG", "lossy"), name="nestpipe+bf16"),
+    lambda n: marked(nestpipe(n, name="nestpipe+bf16"), "EG", "lossy"),
 )
 UNIEMB = scheduled_method(
     "uniemb",
@@ -133,4 +138,9 @@ UNIEMB = scheduled_method(
     lambda _: uniemb(),
     "UniEmb",
     micro_batches=1,
+    priced_as=PricedAs(
+        lambda _: uniemb_with_hand_over(),
+        "Table II shows 36 ms of UniEmb's lookup exposed, which the cost model charges as the hand-over of prefetched "
+        "rows (S); the form that is run updates the table itself and has no hand-over.",
+    ),
 )

@@ -1,16 +1,26 @@
-"""Typed configuration of a run. Frozen dataclasses; docstrings are the command line's help."""
+"""Typed configuration of a run: every option, its default and its limits, checked when it is made.
+
+Frozen dataclasses, without torch; docstrings are the command line's help.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from nestpipe.schedule.operations import MAX_MICRO_BATCHES
+from nestpipe.testbed.testbed import parse_testbed
 
 #: Part of a paced dense time (see models/pacing.py) that is forward.
 PACED_FORWARD = 1 / 3
+#: Steps at the start of a round that are not reported: a paused pipeline has prefetched for free.
+WARM_UP_STEPS = 4
 
 #: Far beyond what anybody trains: a slip of the keyboard is said at once, not by a machine that runs out of memory.
-LIMITS = {
+MAX_SIZES = {
     "batch_size": 1 << 20,
     "negatives": 1 << 20,
     "interest_clusters": 1 << 20,
@@ -23,14 +33,29 @@ LIMITS = {
 }
 
 
+#: The largest whole number that an option takes.
+MAX_OPTION = 2**31 - 1
+MAX_OPTIONS = {"--workers": 8192, "--micro-batches": MAX_MICRO_BATCHES}
+#: The longest wait in one piece, which is counted in milliseconds as a C int.
+MAX_TIMEOUT_S = 2_000_000
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run. One line, which names options as the command line writes them."""
+
+    def in_file(self) -> str:
+        """The line with options named as a file writes them: ``pace_dense`` for ``--pace-dense``."""
+        return re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), str(self))
+
+
 def _require_size(name: str, value: int, least: int = 1) -> None:
     _require(value >= least, f"{name} is {value}; it must be at least {least}")
-    _require(value <= LIMITS[name], f"{name} is {value}; it must be at most {LIMITS[name]}")
+    _require(value <= MAX_SIZES[name], f"{name} is {value}; it must be at most {MAX_SIZES[name]}")
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise ValueError(message)
+        raise ConfigError(message)
 
 
 @dataclass(frozen=True)
@@ -122,3 +147,102 @@ class TrainingConfig:
     """Seeds data, initial weights and negatives."""
     pace_dense_ms: float = 0.0
     """Stretch the dense forward and backward of a batch to this many ms: a stand-in for an accelerator."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Train one or several methods on the same model, data and seed, and report what was hidden behind what.
+
+    Raises ConfigError, or ValueError for its testbed, if no method could run so; ``nestpipe.methods.methods_of`` finds
+    the methods, and raises for what depends on them.
+    """
+
+    methods: str = "serial,nestpipe,torchrec"
+    """Comma-separated methods; serial(8) fixes the number of micro-batches of one."""
+    workers: int = 2
+    """Rank processes."""
+    steps: int = 20
+    """Steps per method that are reported; each round runs 4 more to warm up."""
+    rounds: int = 2
+    """Interleaved rounds that the steps are split over, so that drift of the machine hits all methods alike."""
+    epochs: int | None = None
+    """Train this many passes over the data instead of `steps`."""
+    micro_batches: int = 8
+    """Micro-batches per batch, for methods with a frozen window."""
+    clustering: bool = False
+    """Put samples that share keys into one micro-batch (key-centric clustering), so that fewer keys travel."""
+    replica_groups: int = 2
+    """Groups of ranks that hold a whole copy of the tables each, for the methods with 2d-sp in their name."""
+    sync_interval: int = 1
+    """Batches from one averaging of 2d-sp's replicas to the next."""
+    testbed: str = "loopback"
+    """loopback, or netns:200mbit,1ms: one host per rank by network namespaces, with rate and one-way delay."""
+    pace_dense: float = 0.0
+    """Stretch the dense forward and backward of a batch to this many ms: a stand-in for an accelerator (0: off)."""
+    evaluate: bool = False
+    """HR and NDCG of every method at the end."""
+    seed: int = 1
+    """Seeds data order, initial weights and negatives."""
+    timeout: float = 3600.0
+    """Seconds after which the run is ended, with the stacks of all ranks."""
+    checkpoint: str | None = None
+    """Folder for checkpoints, one folder in it per method."""
+    checkpoint_every: int = 0
+    """Steps of a method from one checkpoint to the next, 0: none unless told to (Slurm does before preemption)."""
+    resume: bool = False
+    """Go on from the newest checkpoints in --checkpoint; methods without one begin anew."""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        _require(bool(self.method_names), "--methods names no method; try --methods serial,nestpipe,torchrec")
+        twice = len(set(self.method_names)) < len(self.method_names)
+        _require(not twice, f"--methods names a method twice: {self.methods}")
+        for name in ("workers", "steps", "rounds", "micro_batches", "replica_groups", "sync_interval", "epochs"):
+            if (value := getattr(self, name)) is not None:
+                _require_count("--" + name.replace("_", "-"), value)
+        _require(self.rounds <= self.steps, f"--rounds {self.rounds} is more than --steps {self.steps}")
+        paced = 0 <= self.pace_dense < math.inf
+        _require(paced, f"--pace-dense must be 0 or more milliseconds, not {self.pace_dense}")
+        _require(self.timeout > 0, f"--timeout must be above 0 seconds, not {self.timeout}")
+        limit = f"{MAX_TIMEOUT_S} seconds (23 days)"
+        _require(self.timeout <= MAX_TIMEOUT_S, f"--timeout must be at most {limit}, not {self.timeout:g}")
+        _require(self.seed >= 0, f"--seed must not be negative, got {self.seed}")
+        _require(self.seed <= MAX_OPTION, f"--seed must be at most {MAX_OPTION}, got {self.seed}")
+        parse_testbed(self.testbed)
+        saves = self.checkpoint_every or self.resume
+        _require(not saves or bool(self.checkpoint), "--checkpoint-every and --resume need a folder: --checkpoint DIR")
+        _require(self.checkpoint_every >= 0, f"--checkpoint-every must not be negative, got {self.checkpoint_every}")
+
+    @property
+    def training(self) -> TrainingConfig:
+        return TrainingConfig(self.data, self.model, self.optimizer, self.seed, self.pace_dense)
+
+    @property
+    def method_names(self) -> list[str]:
+        return names_in(self.methods)
+
+    def steps_of_rounds(self, steps_of_epochs: int) -> list[int]:
+        """Steps of each round, warm-up included; epochs are one round of ``steps_of_epochs``."""
+        if self.epochs is not None:
+            return [steps_of_epochs]
+        share, larger = divmod(self.steps, self.rounds)
+        return [WARM_UP_STEPS + share + (r < larger) for r in range(self.rounds)]
+
+    def in_record(self, micro_batches: int) -> dict[str, Any]:
+        """The settings that identify a run of a method, without those that a record has in fields of their own."""
+        elsewhere = ("methods", "workers", "seed", "testbed", "timeout", "checkpoint", "checkpoint_every", "resume")
+        whole = {**dataclasses.asdict(self), "micro_batches": micro_batches}
+        return {name: value for name, value in whole.items() if name not in elsewhere}
+
+
+def _require_count(option: str, value: int) -> None:
+    _require(value >= 1, f"{option} must be at least 1, not {value}")
+    most = MAX_OPTIONS.get(option, MAX_OPTION)
+    _require(value <= most, f"{option} must be at most {most}, not {value}")
+
+
+def names_in(text: str) -> list[str]:
+    """``"serial, nestpipe"``: the names between the commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -5,7 +5,7 @@ It follows TorchRec's train pipelines: ``progress`` takes the iterator of batche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,7 +33,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class SparseOptimizer:
-    """``sgd``, ``rowwise_adagrad`` or ``adam`` (the engine alone); formulas: ``nestpipe.embedding.sparse_optimizers``.
+    """``sgd``, ``rowwise_adagrad`` or ``adam`` (the engine only); formulas: ``nestpipe.embedding.sparse_optimizers``.
 
     State per row, float32: none; one, the mean over the dim of squared gradients; 2 dim + 1.
     """
@@ -98,6 +98,16 @@ class Trainer(Protocol):
 
     def close(self) -> None:
         """End threads and process groups. Collective, unless an error is being handled (``finally``): then local."""
+        ...
+
+
+@runtime_checkable
+class Reshardable(Trainer, Protocol):
+    """A trainer whose checkpoint can be resumed with another number of ranks."""
+
+    def resharded(self, states: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
+        """A state for ``load_state_dict`` on this rank, made from the ``states`` of all ranks of another number of
+        ranks; ``step``: the next step here. Raises ValueError if they fit their own number of ranks only."""
         ...
 
 

@@ -116,7 +116,7 @@ class SweepFolder:
         for point in points:
             folder = self.point(point.hash)
             if not (folder.path / "point.json").exists():
-                write_json(folder.path / "point.json", point.identity)
+                write_json(folder.path / "point.json", point.decisive)
 
     def write_settings(self, grid: Grid, executor: str) -> None:
         write_json(

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from baselines.simulated import METHODS
-from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig
+from nestpipe.config import ConfigError
+from nestpipe.methods import MethodOptions, UnknownMethod, find_method, methods_of, require_equal_groups
 from slurm.conditions import holds
 from slurm.point import AXES, AXIS_DEFAULTS, DEFAULTS, Point, expected
 from slurm.toml_lines import GridError, Source, read_source
@@ -160,50 +160,40 @@ def _point(source: Source, index: int, sweep: Mapping[str, Any], values: Mapping
             place = ("sweep", index, "")
         return source.error(f"{text}; change it, or leave the point out by a condition in where", *place)
 
-    workers, method, tasks = values["workers"], values["method"].strip(), cluster.tasks_per_node
-    for key in ("workers", "steps", "rounds", "replica_groups", "sync_interval"):
-        if values[key] < 1:
-            raise impossible(key, f"{key} is {values[key]}; it must be at least 1")
-    if values["seed"] < 0 or values["pace_dense"] < 0:
-        raise impossible("seed" if values["seed"] < 0 else "pace_dense", "must not be negative")
-    if values["rounds"] > values["steps"]:
-        raise impossible("rounds", f"rounds {values['rounds']} are more than steps {values['steps']}")
-    for group in (DataConfig, ModelConfig, OptimizerConfig):
-        names = [f.name for f in fields(group)]
-        try:
-            group(**{name: values[name] for name in names})
-        except ValueError as error:
-            said = [name for name in names if name in str(error)]
-            written = [name for name in said if name in sweep or ("base", 0, name) in source.lines]
-            raise impossible((written or said or names)[0], str(error)) from None
+    def named_in(text: str) -> str:
+        """The key that ``text`` is about: one that the file sets, if it names several."""
+        named = [word for word in re.findall(r"\w+", text) if word in values]
+        written = [key for key in named if key in sweep or ("base", 0, key) in source.lines]
+        return (written or named or ["method"])[0]
+
+    workers, tasks = values["workers"], cluster.tasks_per_node
     simulated = 0 < cluster.max_workers < workers
     if not simulated and workers > tasks and workers % tasks:
         raise impossible("workers", f"{workers} workers do not fill nodes of {tasks} tasks")
-    if simulated and method not in METHODS:
-        raise impossible("workers", f"{workers} workers are more than the cluster has, and {method} has no simulation")
-    if "2d-sp" in method and workers % values["replica_groups"]:
-        raise impossible("workers", f"{workers} workers do not split into {values['replica_groups']} replica groups")
     batch, micro = values["batch_size"], values["micro_batch"]
     if micro is not None and (micro < 1 or batch % micro):
         raise impossible("micro_batch", f"micro_batch {micro} does not divide the batch of {batch}")
     count = min(8, batch) if micro is None else batch // micro
-    try:
-        count = fixed_micro_batches(method) or count
-    except ValueError as error:
-        raise impossible("method", str(error)) from None
+    name = values["method"].strip()
     changed = {key: values[key] for key in DEFAULTS if values[key] != DEFAULTS[key]}
-    return Point(method, workers, count, values["seed"], changed, simulated, cluster.hardware if simulated else "")
-
-
-def fixed_micro_batches(method: str) -> int | None:
-    """Micro-batches of a method that leaves no choice: ``serial`` and ``nestpipe(4)``. Raises UnknownMethod."""
-    if (known := METHODS.get(method)) is not None:
-        return known.micro_batches
-    if (match := re.fullmatch(r"([a-z-]+)\((\d+)\)", method)) and match[1] in METHODS and int(match[2]) > 0:
-        return int(match[2])
-    from nestpipe.methods import find_method  # imports torch, which a preview of known methods does without
-
-    return find_method(method).micro_batches
+    hardware = cluster.hardware if simulated else ""
+    try:
+        method = find_method(name)
+        point = Point(name, workers, method.micro_batches_of(count), values["seed"], changed, simulated, hardware)
+        if simulated and method.why_not_priced:
+            text = f"{workers} workers are more than the cluster has, and {name} cannot be simulated"
+            raise impossible("workers", f"{text}: {method.why_not_priced}")
+        config = point.run_config(timeout_s=1.0)
+        if simulated:
+            require_equal_groups(method.with_options(MethodOptions(config.replica_groups)), workers)
+        else:
+            methods_of(config)
+    except UnknownMethod as error:
+        raise impossible("method", str(error)) from None
+    except ConfigError as error:
+        text = error.in_file()
+        raise impossible(named_in(text), text) from None
+    return point
 
 
 def shape(point: Point, cluster: Cluster) -> tuple[int, int]:

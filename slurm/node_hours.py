@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from baselines.simulated import METHODS
-from nestpipe.simulator.cost import Cluster as SimulatedCluster
-from nestpipe.simulator.cost import ClusterError, stage_seconds
+from nestpipe.config import WARM_UP_STEPS
+from nestpipe.methods import SERIAL, Method, find_method
+from nestpipe.simulator.cost import ClusterError, cluster_of, stage_seconds
 from nestpipe.simulator.profile import load_profile, resized
-from nestpipe.simulator.step_times import steady_step
+from nestpipe.simulator.step_times import seconds_per_op, steady_plan, steady_step_ms
 from slurm.grid import Cluster, shape
 from slurm.point import Point
-
-#: Steps that a round runs and does not report, as ``nestpipe.training.runs`` has it (which imports torch).
-WARM_UP_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -25,18 +22,18 @@ class Prediction:
     node_hours: float
 
 
-def stand_in(method: str) -> str:
-    """The simulated method that predicts ``method``: itself, or ``serial`` where it has no schedule of its own."""
-    name = method.split("(")[0]
-    return name if name in METHODS else "serial"
+def stand_in(name: str) -> Method:
+    """The method that the node hours of ``name`` are predicted by: itself, or ``serial`` if it cannot be priced."""
+    method = find_method(name)
+    return SERIAL if method.why_not_priced else method
 
 
 def predict(points: Iterable[Point], cluster: Cluster) -> dict[str, Prediction]:
-    """By point's hash. Raises ProfileError or WorkloadError where the hardware profile cannot be used."""
+    """By point's hash. Raises ProfileError or WorkloadError if the hardware profile cannot be used."""
     profile = load_profile(cluster.hardware)
-    costs: dict[tuple[str, int], list[tuple[Point, Mapping[str, float]]]] = {}
+    costs: dict[tuple[Method, int], list[tuple[Point, Mapping[str, float]]]] = {}
     for point in points:
-        method = METHODS[stand_in(point.method)]
+        method = stand_in(point.method)
         workload = resized(
             profile.workload,
             point["embedding_dim"],
@@ -45,18 +42,17 @@ def predict(points: Iterable[Point], cluster: Cluster) -> dict[str, Prediction]:
             point["batch_size"],
         )
         workload = replace(workload, width=point["width"], negatives=point["negatives"])
-        groups = point["replica_groups"] if method.grouped else 1
         try:
-            place = SimulatedCluster(profile.hardware, point.workers, groups)
+            place = cluster_of(method, profile.hardware, point.workers, point["replica_groups"])
         except ClusterError:
-            place = SimulatedCluster(profile.hardware, point.workers)
-        micro_batches = method.micro_batches or point.micro_batches
+            place = cluster_of(method, profile.hardware, point.workers, 1)
+        micro_batches = method.micro_batches_of(point.micro_batches)
         stages = stage_seconds(place, workload, micro_batches)
-        costs.setdefault((method.name, micro_batches), []).append((point, stages))
+        costs.setdefault((method, micro_batches), []).append((point, stages))
     predictions = {}
-    for (name, micro_batches), group in costs.items():
-        stage_tables = [stages for _, stages in group]
-        steps = steady_step(METHODS[name], micro_batches, stage_tables, profile.hardware.one_link)
+    for (method, micro_batches), group in costs.items():
+        plan = steady_plan(method, micro_batches, profile.hardware.one_link)
+        steps = steady_step_ms(plan, seconds_per_op(plan, [stages for _, stages in group]))
         for (point, _), step_ms in zip(group, steps, strict=True):
             predictions[point.hash] = _prediction(point, cluster, float(step_ms))
     return predictions

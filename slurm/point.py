@@ -6,28 +6,18 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig
-
-if TYPE_CHECKING:
-    from nestpipe.training.runs import RunConfig
+from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
 
 #: What a grid varies. ``micro_batch`` counts samples; a point keeps the number of micro-batches.
 AXES = ("workers", "method", "embedding_dim", "dense_layers", "sequence_length", "micro_batch", "seed")
 _GROUPS = {"data": DataConfig, "model": ModelConfig, "optimizer": OptimizerConfig}
-#: Fields of ``RunConfig`` itself that a grid may set, with their defaults (read here without torch).
-RUN_SETTINGS: Mapping[str, Any] = {
-    "steps": 20,
-    "rounds": 1,
-    "clustering": False,
-    "pace_dense": 0.0,
-    "evaluate": False,
-    "replica_groups": 2,
-    "sync_interval": 1,
-}
+#: Fields of ``RunConfig`` itself that a grid may set.
+RUN_SETTINGS = ("steps", "rounds", "clustering", "pace_dense", "evaluate", "replica_groups", "sync_interval")
 DEFAULTS: Mapping[str, Any] = {
-    **RUN_SETTINGS,
+    **{f.name: f.default for f in fields(RunConfig) if f.name in RUN_SETTINGS},
+    "rounds": 1,  # one method a job: nothing to interleave
     **{f.name: f.default for group in _GROUPS.values() for f in fields(group) if f.default is not MISSING},
 }
 #: Axes that are no setting of the run, with the value that a grid need not write.
@@ -36,7 +26,7 @@ _HINTS = {name: hint for group in _GROUPS.values() for name, hint in get_type_hi
 
 
 def expected(name: str, value: Any) -> str:
-    """What ``name`` must be where ``value`` is not that, "" where it is."""
+    """What ``name`` must be, "" if ``value`` is that."""
     default = DEFAULTS.get(name, AXIS_DEFAULTS.get(name))
     choices = get_args(_HINTS.get(name))
     if choices and type(None) not in choices:
@@ -66,14 +56,15 @@ class Point:
     hardware: str = ""
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def decisive(self) -> dict[str, Any]:
+        """Everything that decides the run, as its folder keeps it."""
         names = ("method", "workers", "micro_batches", "seed", "simulated", "hardware")
         return {**{name: getattr(self, name) for name in names}, "settings": dict(sorted(self.settings.items()))}
 
     @property
     def hash(self) -> str:
         """12 hex digits of everything that decides the run; not of the grid, its order or the executor."""
-        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(self.decisive, sort_keys=True).encode()).hexdigest()[:12]
 
     def __getitem__(self, name: str) -> Any:
         return self.settings.get(name, DEFAULTS[name])
@@ -87,9 +78,10 @@ class Point:
         return " ".join(parts)
 
     def run_config(self, timeout_s: float, checkpoint: str | None = None, checkpoint_every: int = 0) -> RunConfig:
-        """The configuration of ``nestpipe run`` for this point, which goes on from what it finds in ``checkpoint``."""
-        from nestpipe.training.runs import RunConfig
+        """The configuration of ``nestpipe run`` for this point, which resumes from what it finds in ``checkpoint``.
 
+        Raises ConfigError.
+        """
         groups = {
             name: group(**{f.name: self[f.name] for f in fields(group) if f.name in DEFAULTS})
             for name, group in _GROUPS.items()
@@ -109,5 +101,5 @@ class Point:
 
 
 def point_from_json(data: Mapping[str, Any]) -> Point:
-    """The point whose ``identity`` is ``data``."""
+    """The point whose ``decisive`` is ``data``."""
     return Point(**{name: data[name] for name in (f.name for f in fields(Point)) if name in data})

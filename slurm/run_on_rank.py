@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from nestpipe.ranks.process_group import join_process_group, leave_process_group
-from nestpipe.training.runs import Interrupted, run, run_in_group
+from nestpipe.training.loop import Interrupted
+from nestpipe.training.runs import run, run_in_group
 from slurm.failures import drop_ballast, take_ballast
 from slurm.flag_agreement import FlagAgreement
 from slurm.folder import TOLD_TO_STOP, PointFolder, write_json

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baselines.simulated import METHODS
+from nestpipe.methods import methods_of
 from nestpipe.simulator.scenario import SimulateConfig, simulate
 from slurm.executors import EXECUTORS, Watch
 from slurm.folder import SweepError, SweepFolder
@@ -70,9 +70,7 @@ def _forget(state: PointState) -> None:
 
 
 def _validate(point: Point) -> None:
-    from nestpipe.training.runs import validate  # imports torch, which watching and cancelling do without
-
-    validate(point.run_config(1.0))
+    methods_of(point.run_config(1.0))
 
 
 def _start(
@@ -111,7 +109,7 @@ def _simulate(sweep: SweepFolder, point: Point) -> None:
         steps=point["steps"],
         seed=point.seed,
     )
-    sweep.point(point.hash).write_result(simulate(config, METHODS)[0])
+    sweep.point(point.hash).write_result(simulate(config)[0])
 
 
 def cancel(sweep: SweepFolder) -> list[PointState]:

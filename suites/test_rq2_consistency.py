@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nestpipe.training.convergence import ConvergenceConfig, identity, read_curves
+from nestpipe.training.convergence import ConvergenceConfig, curve_config, read_curves
 from results.experiments.plan import find_part
 from results.experiments.run_part import run_part
 from suites import claims
@@ -30,7 +30,7 @@ def test_fig6_curves(pytestconfig, tmp_path, benchmark):
     benchmark.pedantic(run_part, args=(part, folder), rounds=1, iterations=1)
     (config,) = part.runs
     assert isinstance(config, ConvergenceConfig)
-    curves = {(c.method, c.seed): c for c in read_curves(folder / "convergence") if c.config == identity(config)}
+    curves = {(c.method, c.seed): c for c in read_curves(folder / "convergence") if c.config == curve_config(config)}
     assert len(curves) == len(config.method_names) * config.seeds
     if ("torchrec", 1) not in curves:
         pytest.skip("torchrec is not installed")

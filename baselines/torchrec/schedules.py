@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from nestpipe.schedule.building import marked, op, schedule
-from nestpipe.schedule.operations import Schedule
+from nestpipe.schedule.building import op, schedule
+from nestpipe.schedule.operations import Op, Schedule
 
 
-def torchrec_schedule(micro_batches: int = 1) -> Schedule:
+def torchrec_schedule(name: str = "torchrec", before_step: Iterable[Op] = ()) -> Schedule:
     """What torchrec's ``TrainPipelineSparseDist`` does, declared; one host thread issues everything in this order.
 
-    Key routing of the next batch runs beside this batch's forward. The fused optimizer updates the
-    table inside backward, so there is no buffer to write back and nothing to synchronise.
+    Key routing of the next batch runs during this batch's forward. The fused optimizer updates the
+    table inside backward, so there is no buffer to write back and nothing to synchronise. ``before_step``: operations
+    between U and O, which O waits for.
     """
-    return _torchrec("torchrec")
-
-
-def torchrec_bf16_schedule(micro_batches: int = 1) -> Schedule:
-    """The same with embeddings and their gradients in bfloat16."""
-    return marked(_torchrec("torchrec-bf16"), "EG", "lossy")
-
-
-def _torchrec(name: str, before_step: Iterable[Any] = ()) -> Schedule:
     extra = list(before_step)
     last = " ".join(o.ref.relative() for o in extra)
     ops = [

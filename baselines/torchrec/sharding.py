@@ -29,6 +29,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType  
 from torchrec.modules.embedding_configs import EmbeddingConfig  # noqa: E402
 from torchrec.modules.embedding_modules import EmbeddingCollection  # noqa: E402
 
+from baselines.torchrec.index_dedup import register  # noqa: E402
 from nestpipe.data.tables import TableConfig  # noqa: E402
 from nestpipe.embedding.host_table import initial_rows  # noqa: E402
 from nestpipe.trainer import SparseOptimizer  # noqa: E402
@@ -85,8 +86,6 @@ def fused_sharder(optimizer: SparseOptimizer, bf16: bool = False, dedup: bool = 
         # Told that the device is a CPU, torchrec falls back to fp16, since older gloo had no bf16; torch 2.13's has.
         codecs = get_qcomm_codecs_registry(config, device=torch.device("cuda"))
     if dedup:
-        from baselines.torchrec.index_dedup import register
-
         register()
     return EmbeddingCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs, use_index_dedup=dedup)
 

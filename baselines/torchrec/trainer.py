@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +71,21 @@ class WeightedLoss(nn.Module):
     def forward(self, batch: KeyedBatch) -> tuple[Tensor, Tensor]:
         losses = self.model(batch)
         return losses.sum() * batch.weight, losses.detach()
+
+
+def torchrec_trainer(
+    spec: ModelSpec,
+    sparse_optimizer: SparseOptimizer,
+    dense_optimizer: DenseOptimizer,
+    seed: int,
+    name: str = "torchrec",
+    planner: bool = False,
+    bf16: bool = False,
+    dedup: bool = False,
+) -> TorchRecTrainer:
+    """TorchRec with tables sharded over all ranks, see ``one_dimensional``. Collective."""
+    distribute = partial(one_dimensional, planner=planner, bf16=bf16, dedup=dedup)
+    return TorchRecTrainer(spec, sparse_optimizer, dense_optimizer, seed, name=name, distribute=distribute)
 
 
 class TorchRecTrainer:

@@ -1,4 +1,4 @@
-"""2D-SP (two-dimensional sparse parallelism, arXiv 2508.03854) as schedules, alone and inside NestPipe.
+"""2D-SP (two-dimensional sparse parallelism, arXiv 2508.03854) as schedules, by itself and inside NestPipe.
 
 Tables are sharded inside groups of workers and replicated between the groups. The All2Alls stay in
 a group; what the other groups have learned comes by stage ``D``, micro-batch by micro-batch, so that
@@ -13,17 +13,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baselines.torchrec.schedules import _torchrec
+from baselines.torchrec.schedules import torchrec_schedule
 from nestpipe.methods import MethodOptions
 from nestpipe.schedule.building import one_at_a_time, op, schedule
 from nestpipe.schedule.operations import Op, Schedule
 from nestpipe.schedule.templates import nestpipe, serial
 
 
-def two_d_sp() -> Schedule:
-    """Unpipelined, one micro-batch."""
-    ops = [replace(o, after=()) for o in serial().ops]
-    return schedule("2d-sp", 1, one_at_a_time(_with_replicas(ops)), derive=False)
+def two_d_sp(micro_batches: int, options: MethodOptions) -> Schedule:
+    """2D-SP, declared: torchrec's order, and D(t), the averaging of the replicas, between U(t) and O(t).
+
+    D changes the update rule unless it follows every SGD step (see ``baselines.two_d_sp.trainer``). With an interval
+    above 1 most batches have no D: what is declared is the step that has one.
+    """
+    synchronous = options.sparse_optimizer == "sgd" and options.sync_interval == 1
+    replicas = op("D.1", after="U A", reads="", writes="table", marks=() if synchronous else ("update_rule",))
+    return torchrec_schedule("2d-sp", [replicas])
+
+
+def unpipelined_two_d_sp(micro_batches: int = 1) -> Schedule:
+    """Nothing runs beside anything, D before the update: what the paper's step times of 2D-SP are taken to be."""
+    ops = [replace(o, after=()) for o in serial(micro_batches).ops]
+    return schedule("2d-sp", micro_batches, one_at_a_time(_with_replicas(ops)), derive=False)
 
 
 def nestpipe_two_d_sp(micro_batches: int = 8, received: int = 3) -> Schedule:
@@ -35,20 +46,12 @@ def nestpipe_two_d_sp(micro_batches: int = 8, received: int = 3) -> Schedule:
 
 def nestpipe_two_d_sp_exact(micro_batches: int = 8, received: int = 3) -> Schedule:
     """The same with the update rule of plain synchronous training."""
-    return exact(nestpipe_two_d_sp(micro_batches, received))
+    return without_marks(nestpipe_two_d_sp(micro_batches, received), "nestpipe+2d-sp-exact")
 
 
-def serial_two_d_sp(micro_batches: int = 1) -> Schedule:
-    """The exact form unpipelined: what the pipelined one must equal bit for bit."""
-    ops = [replace(o, after=()) for o in serial(micro_batches).ops]
-    name = f"serial+2d-sp({micro_batches})"
-    return exact(schedule(name, micro_batches, one_at_a_time(_with_replicas(ops)), derive=False), name)
-
-
-def exact(template: Schedule, name: str | None = None) -> Schedule:
-    """``template`` without marks."""
+def without_marks(template: Schedule, name: str | None = None) -> Schedule:
     ops = tuple(replace(o, marks=()) for o in template.ops)
-    return replace(template, name=name or f"{template.name}-exact", ops=ops)
+    return replace(template, name=name or template.name, ops=ops)
 
 
 def _with_replicas(ops: Sequence[Op]) -> list[Op]:
@@ -61,14 +64,3 @@ def _with_replicas(ops: Sequence[Op]) -> list[Op]:
         else:
             result.append(o)
     return result
-
-
-def two_d_sp_schedule(options: MethodOptions, micro_batches: int = 1) -> Schedule:
-    """2D-SP, declared: torchrec's order, and D(t), the averaging of the replicas, between U(t) and O(t).
-
-    D changes the update rule unless it follows every SGD step (see ``baselines.two_d_sp.trainer``). With an interval
-    above 1 most batches have no D: what is declared is the step that has one.
-    """
-    synchronous = options.sparse_optimizer == "sgd" and options.sync_interval == 1
-    replicas = op("D.1", after="U A", reads="", writes="table", marks=() if synchronous else ("update_rule",))
-    return _torchrec("2d-sp", [replicas])

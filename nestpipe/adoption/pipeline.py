@@ -130,7 +130,7 @@ class NestPipeline:
         self._reads = read_keys(collections)
         self._sparse = sparse_optimizer or stated_optimizer(collections)
         self._method = find_method(method)
-        self._micro_batches = self._method.micro_batches or micro_batches
+        self._micro_batches = self._method.micro_batches_of(micro_batches)
         if self._micro_batches > 1:
             require_no_batch_statistics(model)
         self._model = model

@@ -15,7 +15,7 @@ from rich.table import Table
 from nestpipe.commands.simulate import wide_console
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.provenance import provenance
-from nestpipe.simulator.advise import LIMITS, Advice, Choice, advise
+from nestpipe.simulator.advise import Advice, Choice, advise
 from nestpipe.simulator.scenario import Scenario
 
 
@@ -32,10 +32,8 @@ class AdviseCommand(Scenario):
 
 
 def main(arguments: Sequence[str]) -> int:
-    from baselines.simulated import simulated_methods
-
     command = tyro.cli(AdviseCommand, prog="nestpipe advise", args=arguments)
-    advice = advise(command, simulated_methods(command.methods), command.workers, command.reach)
+    advice = advise(command, command.workers, command.reach)
     out = wide_console()
     out.print(_table(advice, command))
     for line in _sentences(advice):
@@ -47,22 +45,22 @@ def main(arguments: Sequence[str]) -> int:
 
 def to_json(advice: Advice) -> dict[str, object]:
     """``best``, ``choices`` (fastest first), ``changes``; times in ms."""
-
-    def choice(c: Choice) -> dict[str, object]:
-        return {**asdict(c), "limited_by": c.limited_by, "limited_by_text": LIMITS[c.limited_by]}
-
     changes = [
-        {"workers": c.workers, "before": choice(c.before), "after": choice(c.after), "text": c.text}
+        {"workers": c.workers, "before": _choice(c.before), "after": _choice(c.after), "text": c.text}
         for c in advice.changes
     ]
     return {
         "kind": "simulated",
-        "best": choice(advice.best),
-        "choices": [choice(c) for c in advice.choices],
+        "best": _choice(advice.best),
+        "choices": [_choice(c) for c in advice.choices],
         "changes": changes,
         "searched": [advice.smallest, advice.largest],
         "provenance": provenance(),
     }
+
+
+def _choice(choice: Choice) -> dict[str, object]:
+    return {**asdict(choice), "limited_by": choice.limited_by, "limited_by_text": choice.limited_by_text}
 
 
 def _table(advice: Advice, command: AdviseCommand) -> Table:

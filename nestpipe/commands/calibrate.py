@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich import box
@@ -16,15 +17,16 @@ from nestpipe.commands.simulate import wide_console
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.provenance import provenance
 from nestpipe.simulator.calibrate.measure import CalibrateConfig, calibrate, profile_toml
-from nestpipe.simulator.calibrate.predict_and_measure import Check, mean_error_pct, validate
+from nestpipe.simulator.calibrate.predict_and_measure import Comparison, mean_error_pct, predict_and_measure
 from nestpipe.simulator.profile import local_profile
 
 
 @dataclass(frozen=True)
-class CalibrateCommand(CalibrateConfig):
+class CalibrateCommand:
     """Measure this machine on real ranks, and keep it as the hardware profile `local` for `nestpipe simulate` and
     `nestpipe advise`."""
 
+    measure: Annotated[CalibrateConfig, tyro.conf.arg(name="")] = field(default_factory=CalibrateConfig)
     out: Path | None = None
     """Write the profile to this .toml file instead of the user's configuration folder."""
     validate: bool = False
@@ -34,20 +36,14 @@ class CalibrateCommand(CalibrateConfig):
 
 
 def main(arguments: Sequence[str]) -> int:
-    from nestpipe.simulator.methods import BUILT_IN
-
     command = tyro.cli(CalibrateCommand, prog="nestpipe calibrate", args=arguments)
-    config = CalibrateConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(CalibrateConfig)})
     out = wide_console()
-
-    def say(text: str) -> None:
-        out.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    hardware, samples = calibrate(config, say)
+    say = partial(out.print, highlight=False, markup=False, soft_wrap=True)
+    hardware, samples = calibrate(command.measure, say)
     path = command.out or local_profile()
-    write_atomically(path, profile_toml(hardware, config))
+    write_atomically(path, profile_toml(hardware, command.measure))
     say(f"profile written to {path}; use it as --hardware {'local' if command.out is None else path}")
-    checks = validate(hardware, config, BUILT_IN, progress=say) if command.validate else []
+    checks = predict_and_measure(hardware, command.measure, progress=say) if command.validate else []
     if checks:
         out.print(_table(checks))
         say(f"mean error {mean_error_pct(checks):.1f} % of {len(checks)} steps, max {_largest(checks):.1f} %")
@@ -63,11 +59,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _largest(checks: Sequence[Check]) -> float:
+def _largest(checks: Sequence[Comparison]) -> float:
     return max(abs(check.error_pct) for check in checks)
 
 
-def _table(checks: Sequence[Check]) -> Table:
+def _table(checks: Sequence[Comparison]) -> Table:
     table = Table(
         title=f"SIMULATED beside MEASURED steps, {checks[0].workers} ranks, ms; dense PACED",
         caption="configurations that calibration has not seen, predicted before they ran",

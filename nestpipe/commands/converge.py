@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -16,20 +16,20 @@ from nestpipe.training.convergence import ConvergenceConfig, converge
 
 
 @dataclass(frozen=True)
-class ConvergeCommand(ConvergenceConfig):
+class ConvergeCommand:
     """Train methods over the same data with several seeds, and write their loss and HR/NDCG curves for Fig. 6.
     Finished runs are kept: interrupt it and start it again as often as you like."""
 
+    curves: Annotated[ConvergenceConfig, tyro.conf.arg(name="")] = field(default_factory=ConvergenceConfig)
     folder: Path = Path("results/out")
     """Curves go to its subfolder convergence; `nestpipe report --only fig6` draws them."""
 
 
 def main(arguments: Sequence[str]) -> int:
     command = tyro.cli(ConvergeCommand, prog="nestpipe converge", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
-    config = ConvergenceConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(ConvergenceConfig)})
     folder = command.folder / "convergence"
     require_writable(folder / "any")
     with progress_of_stages(Console(stderr=True), "starting ranks") as show:
-        curves = converge(config, folder, show)
+        curves = converge(command.curves, folder, show)
     print(f"{len(curves)} curves in {folder}; now: nestpipe report --only fig6 --folder {command.folder}")
     return 0

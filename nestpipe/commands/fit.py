@@ -20,6 +20,7 @@ from nestpipe.simulator.fit.figure_points import NPU, NotePoint, SweepPoint, mic
 from nestpipe.simulator.fit.least_squares import Errors
 from nestpipe.simulator.fit.report import Report, full_fit
 from nestpipe.simulator.profile import load_profile
+from nestpipe.simulator.scenario import paper_methods
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,11 @@ class FitCommand:
 
 
 def main(arguments: Sequence[str]) -> int:
-    from baselines.simulated import METHODS
-    from results.published import load_published
+    from results.published import load_published  # the library does without the folder results
 
     command = tyro.cli(FitCommand, prog="nestpipe fit", args=arguments)
     rows = load_published(command.published)
-    methods = {m.paper_method: m for m in METHODS.values() if m.paper_method}
+    methods = paper_methods()
     profile = load_profile(NPU)
     report = full_fit(rows, profile.workload, methods, command.profiles)
     moved = assumptions(report.reference, profile.workload, {name: methods[name] for name in _SHOWN})

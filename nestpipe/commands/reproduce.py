@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 from rich.console import Console
 
+from nestpipe.config import RunConfig
 from nestpipe.machine.files import require_writable_folder, write_atomically
 from nestpipe.machine.progress import progress_of_stages
+from nestpipe.methods import methods_of
 
 if TYPE_CHECKING:
     from results.experiments.plan import Part
@@ -46,7 +48,6 @@ class ReproduceCommand:
 
 def main(arguments: Sequence[str]) -> int:
     from nestpipe.commands.report import main as report
-    from nestpipe.training.runs import RunConfig, validate
     from results.experiments.plan import Options, plan
 
     command = tyro.cli(ReproduceCommand, prog="nestpipe reproduce", args=arguments)
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(f"no part, table or figure '{unknown[0]}': one of {', '.join(sorted(known))}")
         parts = [part for part in parts if part.name in wanted or wanted & set(part.feeds)]
     for run in (run for part in parts for run in part.runs if isinstance(run, RunConfig)):
-        validate(run)  # what cannot run is said before anything has
+        methods_of(run)  # what cannot run is said before anything has
     require_writable_folder(command.folder)
     console = Console(stderr=True)
     began = time.monotonic()

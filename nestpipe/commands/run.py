@@ -6,9 +6,10 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -17,18 +18,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from nestpipe.config import WARM_UP_STEPS, RunConfig
 from nestpipe.machine.files import require_writable, require_writable_folder, write_atomically
 from nestpipe.measurement.record import Record, Store
 from nestpipe.measurement.trace import perfetto_json
-from nestpipe.testbed.testbed import TestbedUnavailable
-from nestpipe.training.runs import WARM_UP_STEPS, MethodRun, RunConfig, run, validate
+from nestpipe.methods import methods_of
+from nestpipe.testbed.switch import TestbedUnavailable
+from nestpipe.training.measured_record import MethodRun
+from nestpipe.training.runs import run
 
 
 @dataclass(frozen=True)
-class RunCommand(RunConfig):
+class RunCommand:
     """Train one or several methods on the same model, data and seed, on real rank processes, in interleaved
     rounds, and print what was hidden behind what."""
 
+    run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
     json: Path | None = None
     """Write {"methods": {name: record}} to this file."""
     trace: Path | None = None
@@ -40,13 +45,12 @@ class RunCommand(RunConfig):
 def main(arguments: Sequence[str]) -> int:
     command = tyro.cli(RunCommand, prog="nestpipe run", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
     console = Console(stderr=True)
-    config = RunConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(RunConfig)})
-    validate(config)
+    methods_of(command.run)
     if command.json:  # before anything is trained
         require_writable(command.json)
     for folder in filter(None, (command.store, command.trace)):
         require_writable_folder(folder)
-    runs = _run_with_progress(config, console)
+    runs = _run_with_progress(command.run, console)
     try:
         out = Console()
         out.print(_table([r.record for r in runs]))
@@ -135,9 +139,8 @@ def _table(records: Sequence[Record]) -> Table:
         cells = [_cell(record, median, name, form) for record, median in zip(records, medians, strict=True)]
         if any(cells):
             table.add_row(heading, *cells)
-        if name == "step_ms" and name in medians[0]:
-            base = medians[0][name]
-            ratios = [f"{base / m[name]:.2f}x" if base and name in m else "" for m in medians]
+        if name == "step_ms" and first.steps:
+            ratios = [f"{record.speedup_over(first):.2f}x" if record.steps else "" for record in records]
             table.add_row(f"speed-up over {first.method}", *ratios)
     table.add_row("loss, last step", *(f"{record.losses[-1]:.6f}" for record in records))
     return table

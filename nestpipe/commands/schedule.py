@@ -13,10 +13,10 @@ import tyro
 
 from nestpipe.checker.rules import check
 from nestpipe.drawing.text_grid import grid
-from nestpipe.methods import MethodOptions, UnknownMethod, find_method
+from nestpipe.methods import Method, MethodOptions, UnknownMethod, find_method, method_from_file
 from nestpipe.schedule.operations import MAX_MICRO_BATCHES, Schedule
 from nestpipe.schedule.stages import STAGES
-from nestpipe.schedule.text import load, to_text
+from nestpipe.schedule.text import to_text
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class ScheduleCommand:
     """Say whether this is synchronous training: exit 0, or exit 1 naming each stale read or race."""
     text: bool = False
     """Print the text form instead: edges and state, one operation a line; it can be edited and read back."""
+    priced: bool = False
+    """The schedule that the cost model times, and why, if that is not the method's own."""
     all: bool = False
     """With --check: every problem instead of the first ten."""
 
@@ -42,7 +44,12 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"--micro-batches must be at least 1, not {command.micro_batches}")
     if command.micro_batches > MAX_MICRO_BATCHES:
         raise ValueError(f"--micro-batches must be at most {MAX_MICRO_BATCHES}, not {command.micro_batches}")
-    template = _find(command.method, command.micro_batches, command.options)
+    method = _find(command.method, command.options)
+    template = method.schedule(command.micro_batches)
+    if command.priced:
+        template = method.priced_schedule(command.micro_batches)
+        if method.priced_as is not None:
+            print(f"# {method.priced_as.reason}")
     if command.text:
         print(to_text(template), end="")
         return 0
@@ -89,11 +96,10 @@ def _hints(template: Schedule) -> list[str]:
     return hints
 
 
-def _find(name: str, micro_batches: int, options: MethodOptions) -> Schedule:
+def _find(name: str, options: MethodOptions) -> Method:
     if "/" in name or Path(name).suffix or Path(name).is_file():
-        return load(name)
+        return method_from_file(name)
     try:
-        method = find_method(name).under(options)
+        return find_method(name).with_options(options)
     except UnknownMethod as error:
         raise UnknownMethod(f"{error}; and there is no file of that name") from None
-    return method.schedule(method.micro_batches or micro_batches)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich import box
@@ -15,13 +15,14 @@ from rich.table import Table
 
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.record import Record, Store
-from nestpipe.simulator.scenario import SimulateConfig, mean, scaling, simulate
+from nestpipe.simulator.scenario import SimulateConfig, scaling, simulate
 
 
 @dataclass(frozen=True)
-class SimulateCommand(SimulateConfig):
+class SimulateCommand:
     """Predict step times: schedules on virtual clocks, with a cost model. Nothing is run."""
 
+    scenario: Annotated[SimulateConfig, tyro.conf.arg(name="")] = field(default_factory=SimulateConfig)
     json: Path | None = None
     """Write {"records": [record]} to this file."""
     store: Path | None = None
@@ -29,11 +30,8 @@ class SimulateCommand(SimulateConfig):
 
 
 def main(arguments: Sequence[str]) -> int:
-    from baselines.simulated import simulated_methods
-
     command = tyro.cli(SimulateCommand, prog="nestpipe simulate", args=arguments)
-    config = SimulateConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(SimulateConfig)})
-    records = simulate(config, simulated_methods(config.methods))
+    records = simulate(command.scenario)
     out = wide_console()
     out.print(table(records))
     if {r.method for r in records} & {"torchrec"} and not {r.method for r in records} & {"serial"}:
@@ -75,18 +73,19 @@ def table(records: Sequence[Record]) -> Table:
         result.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
     for i, record in enumerate(records):
         base = next(r for r in records if r.workers == record.workers)
-        step, n = mean(record, "step_ms"), record.config["micro_batches"]
-        shown = [mean(record, f"{name}_ms") for name in ("dense", "exposed_lookup", "exposed_communication")]
+        step = record.typical("step_ms")
+        n = record.config["micro_batches"]
+        shown = [record.typical(f"{name}_ms") for name in ("dense", "exposed_lookup", "exposed_communication")]
         result.add_row(
             str(record.workers),
             record.method + (f"({n})" if n > 1 else ""),
             _short(step),
-            f"{mean(base, 'step_ms') / step:.2f}",
-            _thousands(mean(record, "qps")),
+            f"{record.speedup_over(base):.2f}",
+            _thousands(record.typical("qps")),
             f"{scaling(records, record):.0%}",
             *map(_short, shown),
             _short(abs(step - sum(shown))),
-            f"{mean(record, 'utilisation'):.0%}",
+            f"{record.typical('utilisation'):.0%}",
             end_section=i + 1 < len(records) and records[i + 1].workers != record.workers,
         )
     return result

@@ -14,7 +14,7 @@ from nestpipe.embedding.retrieval_write_back import Rows
 from nestpipe.embedding.sparse_optimizers import state_width
 from nestpipe.engine.dense_part import DensePart
 from nestpipe.engine.exchanges import open_exchanges
-from nestpipe.engine.lanes import LaneStopped, MakeLanes
+from nestpipe.engine.lanes import LaneStopped, MakeLanes, OneAtATime
 from nestpipe.engine.requirements import lanes_without_waiting, require_runnable
 from nestpipe.engine.stage_functions import StageFunctions
 from nestpipe.engine.thread_lanes import ThreadLanes
@@ -23,6 +23,11 @@ from nestpipe.ranks.collectives import error_on_its_way
 from nestpipe.schedule.building import folded
 from nestpipe.schedule.operations import Ref, Schedule
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult
+
+
+def make_lanes(overlap: bool) -> MakeLanes:
+    """Lanes that overlap, each on a thread, or one operation at a time."""
+    return ThreadLanes if overlap else OneAtATime
 
 
 class Engine:

@@ -82,6 +82,19 @@ class Record:
         """The median of each metric over the steps; metrics without values are left out."""
         return {name: float(np.median(values)) for name, values in self.metrics.items() if len(values)}
 
+    def typical(self, name: str) -> float:
+        """A metric in one number: the mean over the steps of a simulated record, the median of any other."""
+        values = self.metrics[name]
+        return float(np.mean(values) if self.kind == "simulated" else np.median(values))
+
+    def speedup_over(self, other: Record) -> float:
+        """How many times this record's step fits into the other's."""
+        return other.typical("step_ms") / self.typical("step_ms")
+
+    def scaling_from(self, base: Record) -> float:
+        """QPS per worker relative to that of ``base``, which has another number of workers."""
+        return self.typical("qps") / self.workers / (base.typical("qps") / base.workers)
+
     @property
     def key(self) -> str:
         """16 hex digits that name what was run: the same run again has the same key."""

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nestpipe.config import PACED_FORWARD
-from nestpipe.schedule.stages import STAGES, of_stage
+from nestpipe.methods import Method
+from nestpipe.schedule.stages import of_stage
 from nestpipe.simulator.hardware import Hardware
 from nestpipe.simulator.workload import Workload
 
@@ -42,6 +43,11 @@ class Cluster:
     def group_size(self) -> int:
         """Workers that share one copy of the tables."""
         return self.workers // self.groups
+
+
+def cluster_of(method: Method, hardware: Hardware, workers: int, groups: int) -> Cluster:
+    """The cluster as ``method`` sees it: in ``groups`` replica groups if it replicates tables. Raises ClusterError."""
+    return Cluster(hardware, workers, groups if method.replicated else 1)
 
 
 def stage_seconds(cluster: Cluster, workload: Workload, micro_batches: int) -> dict[str, float]:
@@ -137,12 +143,3 @@ def lookup_growth(hardware: Hardware, workers: int) -> float:
     """Key routing and retrieval relative to few workers: linear, and a jump at a tier (cause unexplained)."""
     jump = hardware.lookup_tier_penalty if workers > hardware.lookup_tier_workers else 0.0
     return 1 + workers / hardware.lookup_half_workers + jump
-
-
-def costs_by_category(seconds: Mapping[str, float], micro_batches: int) -> dict[str, float]:
-    """Seconds of a whole batch by category of ``schedule.STAGES``, nothing overlapped."""
-    totals: dict[str, float] = {}
-    for stage, value in seconds.items():
-        kind = STAGES[stage]
-        totals[kind.category] = totals.get(kind.category, 0.0) + value * (micro_batches if kind.per_micro_batch else 1)
-    return totals

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.resources import files
 from typing import Any
 
-from nestpipe.simulator.workload import KeyStatistics, WorkloadError
+from nestpipe.simulator.workload import KeyStatistics, Workload, WorkloadError
 
 
 def known_statistics() -> list[str]:
@@ -22,6 +22,11 @@ def load_statistics(name: str) -> KeyStatistics:
         raise WorkloadError(f"unknown key statistics '{name}': one of {', '.join(known_statistics())}")
     text = (files("nestpipe.simulator") / "workloads" / f"{name}.json").read_text(encoding="utf-8")
     return statistics_from_json(json.loads(text))
+
+
+def unclustered(workload: Workload) -> Workload:
+    """The same workload with the key repetition between micro-batches that the router measured without clustering."""
+    return replace(workload, keys=replace(workload.keys, duplication=load_statistics("kuairand27k").duplication))
 
 
 def statistics_from_json(data: Mapping[str, Any]) -> KeyStatistics:

@@ -15,7 +15,7 @@ from nestpipe.simulator.key_statistics import load_statistics
 from nestpipe.simulator.reference import Reference, reference_from_table, reference_hardware
 from nestpipe.simulator.workload import KeyStatistics, Workload, WorkloadError
 
-#: Calibrated profiles whose tables cannot tell apart what is contained in what.
+#: 2D-SP's replica groups unless a profile's published times say otherwise.
 GROUPS = 4
 
 

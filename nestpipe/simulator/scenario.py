@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from nestpipe.config import names_in
 from nestpipe.measurement.exposed_time import StepTimes
 from nestpipe.measurement.provenance import provenance
 from nestpipe.measurement.record import Record, metrics_from_times
-from nestpipe.simulator.cost import Cluster, ClusterError
-from nestpipe.simulator.key_statistics import load_statistics
-from nestpipe.simulator.methods import SimulatedMethod, select
+from nestpipe.methods import Method, UnknownMethod, find_method, known_methods, method_from_file
+from nestpipe.simulator.cost import Cluster, ClusterError, cluster_of
+from nestpipe.simulator.key_statistics import unclustered
 from nestpipe.simulator.profile import Profile, load_profile, resized
-from nestpipe.simulator.step_times import Noise, simulate_steps, stage_costs
+from nestpipe.simulator.step_times import Noise, method_seconds, simulate_steps
 from nestpipe.simulator.workload import Workload
+
+#: What ``all`` means: the methods of the paper's tables, in their order, and real torchrec.
+ALL = ("serial", "torchrec", "2d-sp", "uniemb", "dbp-only", "fwp-only", "nestpipe", "nestpipe+2d-sp")
 
 
 @dataclass(frozen=True)
@@ -62,33 +67,33 @@ class Setting:
 
     profile: Profile
     workload: Workload
-    methods: tuple[SimulatedMethod, ...]
+    methods: tuple[Method, ...]
     workers: tuple[int, ...]
     micro_batches: int
     groups: int
     leaves_out: bool = False
-    """Grouped methods are left out where there are fewer workers than groups: none was asked for by name."""
+    """Methods with replicated tables are left out if there are fewer workers than groups: none was asked for by
+    name."""
 
-    def fits(self, method: SimulatedMethod, workers: int) -> bool:
-        return not (self.leaves_out and method.grouped and workers < self.groups)
+    def fits(self, method: Method, workers: int) -> bool:
+        return not (self.leaves_out and method.replicated and workers < self.groups)
 
-    def cluster(self, method: SimulatedMethod, workers: int) -> Cluster:
-        return Cluster(self.profile.hardware, workers, self.groups if method.grouped else 1)
+    def cluster(self, method: Method, workers: int) -> Cluster:
+        return cluster_of(method, self.profile.hardware, workers, self.groups)
 
 
-def resolve(config: Scenario, known: Mapping[str, SimulatedMethod], workers: str = "") -> Setting:
+def resolve(config: Scenario, workers: str = "") -> Setting:
     """Look everything up; ``workers`` as in ``SimulateConfig``.
 
     Raises ValueError (ProfileError, UnknownMethod, ClusterError, WorkloadError), one line.
     """
     profile = load_profile(config.hardware)
-    methods = tuple(select(config.methods, known))
+    methods = tuple(priced_methods(config.methods))
     workload = resized(
         profile.workload, config.embedding_dim, config.dense_layers, config.sequence_length, config.batch_size
     )
     if config.clustering == "off":
-        duplication = load_statistics("kuairand27k").duplication
-        workload = replace(workload, keys=replace(workload.keys, duplication=duplication))
+        workload = unclustered(workload)
     groups = profile.groups if config.groups is None else config.groups
     setting = Setting(
         profile,
@@ -104,6 +109,28 @@ def resolve(config: Scenario, known: Mapping[str, SimulatedMethod], workers: str
             if setting.fits(method, count):
                 setting.cluster(method, count)
     return setting
+
+
+def priced_methods(names: str) -> list[Method]:
+    """Methods by comma-separated name, or file with a schedule in text form; ``all``: those of ALL.
+
+    Raises UnknownMethod, listing the known ones, also for one that the cost model cannot price; ScheduleError.
+    """
+    known = known_methods()
+    wanted = [name for name in ALL if name in known] if names.strip() == "all" else names_in(names)
+    if not wanted:
+        raise UnknownMethod(f"no method named: one or more of {', '.join(known)}, or all")
+    files = [name for name in wanted if name not in known and Path(name).is_file()]
+    methods = [method_from_file(name) if name in files else find_method(name) for name in dict.fromkeys(wanted)]
+    for method in methods:
+        if why := method.why_not_priced:
+            raise UnknownMethod(f"'{method.name}' cannot be simulated: {why}")
+    return methods
+
+
+def paper_methods() -> dict[str, Method]:
+    """The methods of the paper's tables, by the paper's names for them."""
+    return {method.paper_method: method for method in priced_methods("all") if method.paper_method}
 
 
 def worker_counts(text: str, profile: Profile) -> tuple[int, ...]:
@@ -131,11 +158,11 @@ def micro_batches_of(workload: Workload, micro_batch: int | None, profile: Profi
     return workload.batch_size // micro_batch
 
 
-def simulate(config: SimulateConfig, known: Mapping[str, SimulatedMethod]) -> list[Record]:
+def simulate(config: SimulateConfig) -> list[Record]:
     """One record of kind ``simulated`` per number of workers and method, in that order. Raises as ``resolve``."""
     if config.steps < 1:
         raise ClusterError(f"steps is {config.steps}, must be at least 1")
-    setting = resolve(config, known, config.workers)
+    setting = resolve(config, config.workers)
     origin = provenance()
     records = []
     for workers in setting.workers:
@@ -143,32 +170,29 @@ def simulate(config: SimulateConfig, known: Mapping[str, SimulatedMethod]) -> li
         for method in setting.methods:
             if not setting.fits(method, workers):
                 continue
+            cluster = setting.cluster(method, workers)
+            stages = method_seconds(method, cluster, setting.workload, setting.micro_batches)
             times = simulate_steps(
-                method,
-                setting.cluster(method, workers),
-                setting.workload,
-                setting.micro_batches,
-                config.steps,
-                config.noise,
-                config.seed,
+                method, cluster, stages, setting.micro_batches, config.steps, config.noise, config.seed
             )
             serial = times if method.name == "serial" else serial
-            records.append(_record(setting, config, method, workers, times, serial, origin))
+            records.append(_record(setting, config, method, cluster, stages, times, serial, origin))
     return records
 
 
 def _record(
     setting: Setting,
     config: SimulateConfig,
-    method: SimulatedMethod,
-    workers: int,
+    method: Method,
+    cluster: Cluster,
+    stages: Mapping[str, float],
     times: StepTimes,
     serial: StepTimes | None,
     origin: Mapping[str, Any],
 ) -> Record:
-    w, n = setting.workload, method.micro_batches or setting.micro_batches
-    cluster = setting.cluster(method, workers)
-    steps = times.steps
+    w = setting.workload
+    n = method.micro_batches_of(setting.micro_batches)
+    workers, steps = cluster.workers, times.steps
     metrics = metrics_from_times(times, steps, dict.fromkeys(steps, float(w.batch_size * workers)))
     if serial is not None:
         base = float(np.mean(serial.ms["exposed_communication"]))
@@ -179,7 +203,6 @@ def _record(
     metrics["duplication_factor"] = [w.keys.duplication_at(n)] * len(steps)
     metrics["embedding_bytes"] = [remote * w.keys.duplication_at(n)] * len(steps)
     metrics["minimum_embedding_bytes"] = [remote] * len(steps)
-    seconds = stage_costs(method, cluster, w, setting.micro_batches)
     return Record(
         kind="simulated",
         method=method.name,
@@ -193,7 +216,7 @@ def _record(
             "micro_batches": n,
             "groups": cluster.groups,
             "noise": asdict(config.noise),
-            "stage_ms": {stage: value * 1e3 for stage, value in seconds.items()},
+            "stage_ms": {stage: value * 1e3 for stage, value in stages.items()},
         },
         steps=steps,
         metrics=metrics,
@@ -222,13 +245,6 @@ def _key_notes(workload: Workload) -> tuple[str, ...]:
     return (f"keys: {keys.source}{off}",)
 
 
-def mean(record: Record, name: str) -> float:
-    """Mean of a metric over the steps of ``record``."""
-    return float(np.mean(record.metrics[name]))
-
-
 def scaling(records: Sequence[Record], record: Record) -> float:
     """QPS per worker relative to the same method's at the smallest number of workers in ``records``."""
-    same = [r for r in records if r.method == record.method]
-    base = min(same, key=lambda r: r.workers)
-    return mean(record, "qps") / record.workers / (mean(base, "qps") / base.workers)
+    return record.scaling_from(min((r for r in records if r.method == record.method), key=lambda r: r.workers))

@@ -10,15 +10,17 @@ import numpy as np
 
 from nestpipe.measurement.exposed_time import EXPOSED, StepTimes, step_times
 from nestpipe.measurement.trace import Timeline
+from nestpipe.methods import Method
 from nestpipe.schedule.building import folded
 from nestpipe.schedule.stages import COMPUTE_LANE, STAGES
 from nestpipe.simulator.cost import Cluster, price, stage_seconds
-from nestpipe.simulator.methods import SimulatedMethod
 from nestpipe.simulator.virtual_lanes import LanePlan, lane_plan, run_lanes
 from nestpipe.simulator.workload import Workload
 
 #: Batches at the start and at the end of a run that are not reported: the pipeline fills, and drains.
 WARM_UP, DRAIN = 6, 4
+#: Steps that a steady step is the mean of: a pipeline held up by a host stage may alternate between longer and shorter.
+STEADY_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -93,15 +95,15 @@ def _lognormal(spread: float, workers: int, *key: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=128)
-def plan_of(method: SimulatedMethod, micro_batches: int, batches: int, one_link: bool = False) -> LanePlan:
-    """The lane plan of ``batches`` batches. ``one_link``: see ``Hardware``."""
-    template = method.schedule(micro_batches)
+def method_plan(method: Method, micro_batches: int, batches: int, one_link: bool = False) -> LanePlan:
+    """The lane plan of ``batches`` batches of what the cost model times. ``one_link``: see ``Hardware``."""
+    schedule = method.priced_schedule(micro_batches)
     if one_link:
-        template = folded(template, {"allreduce": "all2all", "replicas": "all2all"})
-    return lane_plan(template.unroll(batches))
+        schedule = folded(schedule, {"allreduce": "all2all", "replicas": "all2all"})
+    return lane_plan(schedule.unroll(batches))
 
 
-def mean_seconds(plan: LanePlan, stages: Sequence[Mapping[str, float]]) -> np.ndarray:
+def seconds_per_op(plan: LanePlan, stages: Sequence[Mapping[str, float]]) -> np.ndarray:
     """Float64 [ops, len(stages)]: seconds of each operation under each of several cost tables."""
     letters = sorted({op.ref.stage for op in plan.ops})
     table = np.array([[price(stage, letter) for stage in stages] for letter in letters])
@@ -109,9 +111,9 @@ def mean_seconds(plan: LanePlan, stages: Sequence[Mapping[str, float]]) -> np.nd
 
 
 def simulate_timeline(
-    method: SimulatedMethod,
+    method: Method,
     cluster: Cluster,
-    workload: Workload,
+    stages: Mapping[str, float],
     micro_batches: int = 8,
     steps: int = 20,
     noise: Noise = Noise(),
@@ -119,47 +121,49 @@ def simulate_timeline(
 ) -> Timeline:
     """Virtual timeline of ``steps`` steps after the pipeline has filled, every worker a column.
 
-    Without noise all workers are alike, and one column stands for all of them.
+    ``stages``: seconds by stage, see ``method_seconds``. Without noise all workers are alike, and one column stands
+    for all of them.
     """
-    plan = plan_of(method, micro_batches, WARM_UP + steps + DRAIN, cluster.hardware.one_link)
-    seconds = mean_seconds(plan, [stage_costs(method, cluster, workload, micro_batches)])
+    plan = method_plan(method, micro_batches, WARM_UP + steps + DRAIN, cluster.hardware.one_link)
+    seconds = seconds_per_op(plan, [stages])
     if noise.silent:
-        return run_lanes(plan, seconds, 1, 1)
+        return run_lanes(plan, seconds, independent=True)
     n = cluster.workers
+    slow = np.random.Generator(np.random.SFC64((seed, 4))).random(n) < noise.stragglers
     fixed = {
         "keys": _lognormal(noise.key_skew, n, seed, 3),
-        "straggler": np.where(
-            np.random.Generator(np.random.SFC64((seed, 4))).random(n) < noise.stragglers,
-            1 + noise.straggler_slowdown,
-            1.0,
-        ),
+        "straggler": np.where(slow, 1 + noise.straggler_slowdown, 1.0),
     }
     return run_lanes(plan, NoisyDurations(plan, seconds[:, 0], n, noise, seed, fixed), cluster.group_size)
 
 
-def stage_costs(method: SimulatedMethod, cluster: Cluster, workload: Workload, micro_batches: int) -> dict[str, float]:
-    """``stage_seconds`` for a method's number of micro-batches, and what its overlap costs dense compute."""
-    n, h = method.micro_batches or micro_batches, cluster.hardware
+def method_seconds(method: Method, cluster: Cluster, workload: Workload, micro_batches: int) -> dict[str, float]:
+    """``stage_seconds`` with the method's number of micro-batches.
+
+    If hiding something costs dense compute time (``Hardware.overlap_cost``), F and B hold it; how much the method
+    hides is found by a simulation without that cost.
+    """
+    n, h = method.micro_batches_of(micro_batches), cluster.hardware
     seconds = stage_seconds(cluster, workload, n)
     if not h.overlap_cost:
         return seconds
-    alone = steady_steps(method, micro_batches, [seconds], h.one_link)
-    hidden = sum(float(alone[name][0] - alone[f"exposed_{name}"][0]) for name in EXPOSED) * 1e-3
+    times = steady_account(method, n, [seconds], h.one_link)
+    hidden = sum(float(times[name][0] - times[f"exposed_{name}"][0]) for name in EXPOSED) * 1e-3
     extra = h.overlap_cost * hidden / (2 * n)
     return {**seconds, "F": seconds["F"] + extra, "B": seconds["B"] + extra}
 
 
 def simulate_steps(
-    method: SimulatedMethod,
+    method: Method,
     cluster: Cluster,
-    workload: Workload,
+    stages: Mapping[str, float],
     micro_batches: int = 8,
     steps: int = 20,
     noise: Noise = Noise(),
     seed: int = 1,
 ) -> StepTimes:
     """Account of the ``steps`` steps in the middle of ``simulate_timeline``: same definition as for a real run."""
-    return _middle(step_times(simulate_timeline(method, cluster, workload, micro_batches, steps, noise, seed)), steps)
+    return _middle(step_times(simulate_timeline(method, cluster, stages, micro_batches, steps, noise, seed)), steps)
 
 
 def _middle(times: StepTimes, steps: int) -> StepTimes:
@@ -168,24 +172,28 @@ def _middle(times: StepTimes, steps: int) -> StepTimes:
     return StepTimes(times.steps[keep], {name: values[keep] for name, values in times.ms.items()})
 
 
-def steady_steps(
-    method: SimulatedMethod, micro_batches: int, stages: Sequence[Mapping[str, float]], one_link: bool = False
+def steady_account(
+    method: Method, micro_batches: int, stages: Sequence[Mapping[str, float]], one_link: bool = False
 ) -> dict[str, np.ndarray]:
     """Milliseconds of a steady step under each of several cost tables (one worker each), by name of ``StepTimes``.
 
-    All tables run in one pass; the mean over twelve steps, since a pipeline held up by a host stage
-    may alternate between longer and shorter ones.
+    All tables run in one pass; the mean over STEADY_STEPS steps.
     """
-    plan = plan_of(method, micro_batches, WARM_UP + 12 + DRAIN, one_link)
-    times = _middle(step_times(run_lanes(plan, mean_seconds(plan, stages), 1, 1)), 12)
+    plan = steady_plan(method, micro_batches, one_link)
+    times = _middle(step_times(run_lanes(plan, seconds_per_op(plan, stages), independent=True)), STEADY_STEPS)
     return {name: values.mean(axis=0) for name, values in times.ms.items()}
 
 
-def steady_step(
-    method: SimulatedMethod, micro_batches: int, stages: Sequence[Mapping[str, float]], one_link: bool = False
-) -> np.ndarray:
-    """Milliseconds [len(stages)]: ``step`` of ``steady_steps`` alone, without the account of its parts."""
-    plan = plan_of(method, micro_batches, WARM_UP + 12 + DRAIN, one_link)
+def steady_plan(method: Method, micro_batches: int, one_link: bool = False) -> LanePlan:
+    """The plan that a steady step is cut out of."""
+    return method_plan(method, micro_batches, WARM_UP + STEADY_STEPS + DRAIN, one_link)
+
+
+def steady_step_ms(plan: LanePlan, seconds: np.ndarray) -> np.ndarray:
+    """Milliseconds [columns] of a steady step: ``step`` of ``steady_account``, without the account of its parts.
+
+    ``plan``: a ``steady_plan``; ``seconds`` [ops, columns]: see ``seconds_per_op``.
+    """
     last = {op.ref.batch: i for i, op in enumerate(plan.ops) if op.lane == COMPUTE_LANE}
-    end = run_lanes(plan, mean_seconds(plan, stages), 1, 1).end
-    return (end[last[WARM_UP + 11]] - end[last[WARM_UP - 1]]) / 12 * 1e3
+    end = run_lanes(plan, seconds, independent=True).end
+    return (end[last[WARM_UP + STEADY_STEPS - 1]] - end[last[WARM_UP - 1]]) / STEADY_STEPS * 1e3

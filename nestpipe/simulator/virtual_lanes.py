@@ -46,7 +46,7 @@ class LanePlan:
 
 
 def lane_plan(ops: Sequence[Op]) -> LanePlan:
-    """The plan of ``ops`` (unrolled, in schedule order). Raises ValueError where some of them can never start."""
+    """The plan of ``ops`` (unrolled, in schedule order). Raises ValueError if some of them can never start."""
     before = waits(ops)
     position = {op.ref: i for i, op in enumerate(ops)}
     order = tuple(position[op.ref] for op in linear_extension(ops))
@@ -62,28 +62,26 @@ def virtual_timeline(ops: Sequence[Op], duration: Durations, group_size: int | N
 
     ``duration``: seconds, float64 [ops, workers], for a collective from when all have entered.
     ``group_size``: workers that an All2All or key exchange joins, consecutive ones (default: all);
-    AllReduce joins all. Raises ValueError where the workers cannot be split so.
+    AllReduce joins all. Raises ValueError if the workers cannot be split so.
     """
     return run_lanes(lane_plan(ops), duration, group_size)
 
 
 def run_lanes(
-    plan: LanePlan, duration: Durations, group_size: int | None = None, allreduce_size: int | None = None
+    plan: LanePlan, duration: Durations, group_size: int | None = None, independent: bool = False
 ) -> Timeline:
-    """``virtual_timeline`` of a plan. ``allreduce_size``: workers that an AllReduce joins (default: all).
+    """``virtual_timeline`` of a plan. Replica synchronisation joins the workers of the same place in every group.
 
-    Replica synchronisation joins the workers of the same place in every group.
-
-    With both sizes 1 the columns are clusters of one representative worker each, independent of
-    each other: many configurations in one pass.
+    ``independent``: no collective joins anybody. The columns are then clusters of one representative worker each:
+    many configurations in one pass.
     """
     workers = duration.shape[1]
-    sizes = {None: 1, "allreduce": allreduce_size or workers}
-    for size in (group_size or workers, sizes["allreduce"]):
-        if workers % size:
-            raise ValueError(f"{workers} workers cannot be split into groups of {size}")
+    joined = 1 if independent else group_size or workers
+    if workers % joined:
+        raise ValueError(f"{workers} workers cannot be split into groups of {joined}")
+    sizes = {None: 1, "allreduce": 1 if independent else workers}
     start, ready, end = (np.empty((len(plan.ops), workers)) for _ in range(3))
-    groups = [sizes.get(op.stage.group, group_size or workers) for op in plan.ops]
+    groups = [sizes.get(op.stage.group, joined) for op in plan.ops]
     for i in plan.order:
         begin = start[i]
         needs = plan.needs[i]
@@ -95,7 +93,7 @@ def run_lanes(
             np.maximum(end[needs[0]], end[needs[1]], out=begin)
             for j in needs[2:]:
                 np.maximum(begin, end[j], out=begin)
-        replicas = plan.ops[i].stage.group == "replicas" and sizes["allreduce"] > 1
+        replicas = plan.ops[i].stage.group == "replicas" and not independent
         if groups[i] == 1 and not replicas:
             ready[i] = begin
         elif replicas:

@@ -3,7 +3,7 @@
     DIR/METHOD/step-00000012/rank-0.pt ...   plain tensors and numbers (torch.save), read back with weights_only
     DIR/METHOD/step-00000012/manifest.json   written last: step, ranks, configuration, a SHA-256 of each file
 
-A checkpoint is written beside its place and renamed into it once every rank's file is on disk, so a folder of that
+A checkpoint is written next to its place and renamed into it once every rank's file is on disk, so a folder of that
 name is whole; what a killed run left half-written is another name and is removed by the next save. Batches in flight
 are not kept but read again: the loader's position follows from the step. All ranks of a job share the file system.
 """
@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,38 +28,39 @@ import torch.distributed as dist
 from nestpipe.machine.files import write_atomically
 from nestpipe.machine.locking import sole_writer
 from nestpipe.ranks.agreement import outcomes
-from nestpipe.trainer import StepResult, Trainer
+from nestpipe.trainer import Reshardable, StepResult, Trainer
 
 FORMAT = "nestpipe-checkpoint-1"
 KEEP = 2
 
-#: (step, ranks then) -> the step of the present number of ranks that goes on at the same sample; None: there is none.
-StepHere = Callable[[int, int], int | None]
+#: Maps (step, ranks) of a checkpoint to the step of the present ranks that starts at the same sample, or None.
+SameSample = Callable[[int, int], int | None]
 
 
 class CheckpointError(ValueError):
-    """What was found cannot be gone on from, or nothing could be written; one line says why and what to do."""
+    """The checkpoint cannot be resumed, or nothing could be written; one line says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """``files``: SHA-256 by file name, in rank order; ``identity``: the configuration that decides what is learned."""
+    """``files``: SHA-256 by file name, in rank order; ``settings``: those that decide what is learned."""
 
     path: Path
     method: str
     step: int
     ranks: int
-    identity: Mapping[str, Any]
+    settings: Mapping[str, Any]
     files: Mapping[str, str]
 
-    def require(self, identity: Mapping[str, Any]) -> None:
-        """Raises CheckpointError naming the first setting that differs from ``identity``."""
-        for name, value in identity.items():
-            if self.identity.get(name) != value:
-                there = self.identity.get(name)
+    def require(self, settings: Mapping[str, Any]) -> None:
+        """Raises CheckpointError naming the first of ``settings`` that differs here."""
+        for name, value in settings.items():
+            if self.settings.get(name) != value:
+                there = self.settings.get(name)
                 raise CheckpointError(f"{self.path} is of another run: {name} was {there!r} there and is {value!r} now")
 
 
+#: ``identity`` is the file's name for the settings.
 _MANIFEST_KINDS = {"method": str, "step": int, "ranks": int, "identity": dict, "files": dict}
 
 
@@ -77,13 +78,13 @@ def newest(folder: Path) -> Manifest | None:
         if wrong := [name for name, kind in _MANIFEST_KINDS.items() if type(fields[name]) is not kind]:
             raise ValueError(f"its {wrong[0]} is {fields[wrong[0]]!r}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}/manifest.json cannot be used ({error}): remove {path.name} to go on") from error
-    return Manifest(path, **fields)
+        raise CheckpointError(f"{path}/manifest.json cannot be used ({error}): remove {path.name} to resume") from error
+    return Manifest(path, settings=fields.pop("identity"), **fields)
 
 
 @contextlib.contextmanager
 def only_writer(folder: str | None) -> Iterator[None]:
-    """No other run of this machine saves to ``folder`` meanwhile. Raises CheckpointError where one does."""
+    """No other run of this machine saves to ``folder`` meanwhile. Raises CheckpointError if one does."""
     if not folder:
         yield
         return
@@ -102,12 +103,12 @@ class Checkpoints:
 
     folder: Path
     method: str
-    identity: Mapping[str, Any]
+    settings: Mapping[str, Any]
 
     def save(self, trainer: Trainer, results: Sequence[StepResult]) -> None:
         """The state between two steps, and the ``results`` so far.
 
-        Raises CheckpointError on every rank where one cannot write.
+        Raises CheckpointError on every rank if one cannot write.
         """
         step = trainer.trained
         place, rank = self.folder / f"step-{step:08d}", dist.get_rank()
@@ -119,7 +120,7 @@ class Checkpoints:
         }
         if _first_rank(lambda: place.exists()):
             return
-        _first_rank(lambda: _make_anew(writing))
+        _first_rank(lambda: _make_empty(writing))
         digests = _each_rank(lambda: _write(writing / f"rank-{rank}.pt", state))
         _first_rank(lambda: self._complete(writing, place, step, digests))
 
@@ -129,7 +130,7 @@ class Checkpoints:
             "method": self.method,
             "step": step,
             "ranks": len(digests),
-            "identity": self.identity,
+            "identity": self.settings,
             "files": {f"rank-{rank}.pt": digest for rank, digest in enumerate(digests)},
         }
         write_atomically(writing / "manifest.json", json.dumps(manifest, indent=1))
@@ -139,43 +140,47 @@ class Checkpoints:
         for old in sorted(self.folder.glob("step-*"))[:-KEEP]:
             shutil.rmtree(old, ignore_errors=True)
 
-    def load(self, trainer: Trainer, step_here: StepHere) -> list[StepResult] | None:
-        """Bring ``trainer`` to the newest checkpoint; the results so far, None where there is no checkpoint.
+    def load(self, trainer: Trainer, same_sample: SameSample) -> list[StepResult] | None:
+        """Bring ``trainer`` to the newest checkpoint; the results so far, None if there is no checkpoint.
 
         Raises CheckpointError on every rank, before any has changed its state, for a file that does not match its
-        checksum, another configuration, or a number of ranks that the method cannot go on with.
+        checksum, another configuration, or a number of ranks that the method cannot resume with.
         """
         manifest: Manifest | None = _first_rank(lambda: newest(self.folder))
         if manifest is None:
             return None
-        state = _each_rank(lambda: self._read(manifest, trainer, step_here), share=False)
+        state = _each_rank(lambda: self._read(manifest, trainer, same_sample), share=False)
         trainer.load_state_dict(state["trainer"])
         torch.set_rng_state(state["random"])
         return [StepResult(*values) for values in state["results"]]
 
-    def _read(self, manifest: Manifest, trainer: Trainer, step_here: StepHere) -> dict[str, Any]:
-        manifest.require(self.identity)
+    def _read(self, manifest: Manifest, trainer: Trainer, same_sample: SameSample) -> dict[str, Any]:
+        manifest.require(self.settings)
         ranks, rank = dist.get_world_size(), dist.get_rank()
         if manifest.ranks == ranks:
             return _verified(manifest, f"rank-{rank}.pt")
-        refuse_other_ranks(manifest, ranks, step_here, hasattr(trainer, "resharded"))
-        step = step_here(manifest.step, manifest.ranks)
+        step = require_resumable(manifest, ranks, same_sample, isinstance(trainer, Reshardable))
         states = [_verified(manifest, name) for name in manifest.files]
         try:
-            resharded = trainer.resharded([state["trainer"] for state in states], step)  # type: ignore[attr-defined]
+            resharded = cast(Reshardable, trainer).resharded([state["trainer"] for state in states], step)
         except ValueError as error:
-            raise CheckpointError(f"cannot go on from {manifest.path} with {ranks} ranks: {error}") from error
-        # Steps of another number of ranks are other steps: results begin anew.
+            raise CheckpointError(f"cannot resume {manifest.path} with {ranks} ranks: {error}") from error
+        # Steps of another number of ranks are other steps: there are no results yet.
         return {"trainer": resharded, "results": [], "random": states[0]["random"]}
 
 
-def refuse_other_ranks(manifest: Manifest, ranks: int, step_here: StepHere, reshards: bool) -> None:
-    """Raises CheckpointError where ``ranks`` ranks cannot go on from a checkpoint of another number of them."""
-    there = f"cannot go on from {manifest.path} ({manifest.ranks} ranks) with {ranks} ranks:"
+def require_resumable(manifest: Manifest, ranks: int, same_sample: SameSample, reshards: bool) -> int:
+    """The step at which ``ranks`` ranks resume a checkpoint of another number of them.
+
+    Raises CheckpointError if they cannot. ``reshards``: whether the method can be resumed on other ranks at all.
+    """
+    there = f"cannot resume {manifest.path} ({manifest.ranks} ranks) with {ranks} ranks:"
     if not reshards:
         raise CheckpointError(f"{there} {manifest.method}'s shards fit their own number of ranks only")
-    if step_here(manifest.step, manifest.ranks) is None:
+    step = same_sample(manifest.step, manifest.ranks)
+    if step is None:
         raise CheckpointError(f"{there} its {manifest.step} steps end inside a step of {ranks} ranks")
+    return step
 
 
 def _write(path: Path, state: Any) -> str:
@@ -190,7 +195,7 @@ def _write(path: Path, state: Any) -> str:
 
 def _verified(manifest: Manifest, name: str) -> dict[str, Any]:
     path = manifest.path / name
-    advice = f"remove {manifest.path.name} to go on from the checkpoint before"
+    advice = f"remove {manifest.path.name} to resume from the checkpoint before"
     try:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != manifest.files[name]:
@@ -203,7 +208,7 @@ def _verified(manifest: Manifest, name: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} holds more than plain tensors and is not loaded; {advice}") from error
 
 
-def _make_anew(folder: Path) -> None:
+def _make_empty(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(".step-*.writing"):
         shutil.rmtree(left)
@@ -219,7 +224,7 @@ def _sync(folder: Path) -> None:
 
 
 def _each_rank(work: Callable[[], Any], share: bool = True) -> Any:
-    """``work`` on every rank: all results (``share``) or this one's; where one fails, all raise CheckpointError."""
+    """``work`` on every rank: all results (``share``) or this one's; if one fails, all raise CheckpointError."""
     result, failure = None, None
     try:
         result = work()
@@ -232,5 +237,5 @@ def _each_rank(work: Callable[[], Any], share: bool = True) -> Any:
 
 
 def _first_rank(work: Callable[[], Any]) -> Any:
-    """What ``work`` gives on rank 0, on every rank; where it fails, all raise CheckpointError."""
+    """What ``work`` gives on rank 0, on every rank; if it fails, all raise CheckpointError."""
     return _each_rank(lambda: work() if dist.get_rank() == 0 else None)[0]

@@ -1,6 +1,6 @@
 """Convergence of methods over the same data and seeds: curves of loss and ranking quality (the paper's Fig. 6, RQ2).
 
-Beside a method stands ``METHOD~ulp``: the same method with one dense weight moved by one unit in the last place
+Each method can be paired with ``METHOD~ulp``: the same method with one dense weight moved by one unit in the last place
 before the first step. How far that run drifts from its twin is what rounding alone does to training; a method that
 computes the same updates in another order should drift no further, one that reads stale rows does.
 """
@@ -10,28 +10,28 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig
+from nestpipe.config import ConfigError, DataConfig, ModelConfig, OptimizerConfig, RunConfig, names_in
 from nestpipe.datasets.loader import load_dataset
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.provenance import provenance
-from nestpipe.models.next_item import build_model_spec
-from nestpipe.models.ranking_quality import evaluate
+from nestpipe.methods import methods_of
 from nestpipe.ranks.pool import RankPool
-from nestpipe.ranks.rank import send_to_launcher
-from nestpipe.trainer import SparseOptimizer, Trainer
-from nestpipe.training.runs import ConfigError, RunConfig, dense_optimizer, validate
+from nestpipe.trainer import Trainer
+from nestpipe.training.loop import Course, progress_teller, ranking_quality, start, train_until
 
 ULP = "~ulp"
-MOST_SEEDS = 1000
+MAX_SEEDS = 1000
+DAY_S = 24 * 3600.0
 _SCHEMA = "nestpipe-convergence-1"
 
 
@@ -62,9 +62,19 @@ class ConvergenceConfig:
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
+    def __post_init__(self) -> None:
+        if not self.method_names or min(self.seeds, self.steps, self.evaluations) < 1:
+            raise ConfigError("--seeds, --steps and --evaluations must be at least 1, and --methods name one")
+        if self.evaluations > self.steps:
+            raise ConfigError(
+                f"--evaluations {self.evaluations} is more than --steps {self.steps}, must be at most that"
+            )
+        if self.seeds > MAX_SEEDS:
+            raise ConfigError(f"--seeds {self.seeds} is too many, must be at most {MAX_SEEDS}")
+
     @property
     def method_names(self) -> list[str]:
-        return [name.strip() for name in self.methods.split(",") if name.strip()]
+        return names_in(self.methods)
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class Curve:
 
     @property
     def setting(self) -> str:
-        """12 hex digits: curves of one setting may stand in one figure."""
+        """12 hex digits: curves of one setting belong in one figure."""
         return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -105,62 +115,39 @@ def run_config(config: ConvergenceConfig, method: str, seed: int) -> RunConfig:
     )
 
 
-def identity(config: ConvergenceConfig) -> dict[str, Any]:
-    """What decides a curve besides method and seed."""
+def curve_config(config: ConvergenceConfig) -> dict[str, Any]:
+    """The settings that decide a curve, except method and seed."""
     whole = dataclasses.asdict(config)
     return json.loads(json.dumps({name: value for name, value in whole.items() if name not in ("methods", "seeds")}))
 
 
 def converge(config: ConvergenceConfig, folder: Path, progress: Progress | None = None) -> list[Curve]:
-    """Every method with every seed, those that ``folder`` has already left out. Raises as ``training.runs``."""
-    if not config.method_names or min(config.seeds, config.steps, config.evaluations) < 1:
-        raise ConfigError("--seeds, --steps and --evaluations must be at least 1, and --methods name one")
-    if config.evaluations > config.steps:
-        raise ConfigError(
-            f"--evaluations {config.evaluations} is more than --steps {config.steps}, must be at most that"
-        )
-    if config.seeds > MOST_SEEDS:
-        raise ConfigError(f"--seeds {config.seeds} is too many, must be at most {MOST_SEEDS}")
+    """Every method with every seed, except those that ``folder`` has already. Raises as ``training.runs``."""
     for name in config.method_names:
-        validate(run_config(config, name, 1))
+        methods_of(run_config(config, name, 1))
     runs = [(name, seed) for seed in range(1, config.seeds + 1) for name in config.method_names]
-    found = {(c.method, c.seed): c for c in read_curves(folder) if c.config == identity(config)}
+    found = {(c.method, c.seed): c for c in read_curves(folder) if c.config == curve_config(config)}
     load_dataset(config.data, config.model, 1)  # here first: what is wrong with the data is then said once
     curves = []
-    with _pool_when_needed(config.workers) as pool:
+    with ExitStack() as stack:
+        pool: RankPool | None = None
         for number, (name, seed) in enumerate(runs):
             curve = found.get((name, seed))
             if curve is None:
-
-                def show(rank: int, done: int, number: int = number, title: str = f"{name}, seed {seed}") -> None:
-                    if progress:
-                        progress(title, number * config.steps + done, len(runs) * config.steps)
-
-                losses, evaluated, quality = pool.run(curve_on_rank, config, name, seed, on_message=show)[0]
-                curve = Curve(name, seed, identity(config), losses, evaluated, quality, provenance())
+                before, total = number * config.steps, len(runs) * config.steps
+                show = partial(_show, progress, f"{name}, seed {seed}", before, total)
+                pool = pool or stack.enter_context(RankPool(config.workers))  # not before there is something to run
+                job = (curve_on_rank, config, name, seed)
+                losses, evaluated, quality = pool.run(*job, on_message=show, timeout_s=DAY_S)[0]
+                curve = Curve(name, seed, curve_config(config), losses, evaluated, quality, provenance())
                 write_curve(folder, curve)
             curves.append(curve)
     return curves
 
 
-class _pool_when_needed:
-    """Ranks that start with the first job."""
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._pool: RankPool | None = None
-
-    def __enter__(self) -> _pool_when_needed:
-        return self
-
-    def run(self, *arguments: Any, **options: Any) -> list[Any]:
-        if self._pool is None:
-            self._pool = RankPool(self._workers).__enter__()
-        return self._pool.run(*arguments, timeout_s=24 * 3600.0, **options)
-
-    def __exit__(self, *error: Any) -> None:
-        if self._pool is not None:
-            self._pool.__exit__(*error)
+def _show(progress: Progress | None, title: str, before: int, total: int, rank: int, done: int) -> None:
+    if progress:
+        progress(title, before + done, total)
 
 
 def curve_on_rank(
@@ -168,32 +155,24 @@ def curve_on_rank(
 ) -> tuple[list[float], list[int], dict[str, list[float]]]:
     """Run on each rank: losses (global), steps evaluated, metrics (rank 0; empty elsewhere). Collective."""
     run = run_config(config, name, seed)
-    (method,) = run.chosen
+    (method,) = methods_of(run)
     dataset = load_dataset(run.data, run.model, seed)
-    rule = run.optimizer
-    sparse = SparseOptimizer(rule.sparse_optimizer, rule.sparse_lr, rule.sparse_eps)
-    spec = build_model_spec(run.training, dataset)
-    trainer = method.build(spec, sparse, dense_optimizer(rule), seed, method.micro_batches or run.micro_batches)
+    course = start(run, method, dataset)
     if name.endswith(ULP):
-        nudge(trainer)
-    rank, world = dist.get_rank(), dist.get_world_size()
+        nudge(course.trainer)
     marks = {round(config.steps * n / config.evaluations) for n in range(1, config.evaluations + 1)}
-    local, quality, told = [], dict[str, list[float]](), 0.0
-    source: Iterator[Any] = dataset.batches(rank, world)
-    for step in range(1, config.steps + 1):
-        local.append(trainer.progress(source).loss)
-        if step in marks:
-            table = trainer.table("item")
-            if rank == 0:
-                model = spec.build(torch.nn.Identity())
-                model.load_state_dict(dict(trainer.dense_state()), strict=True)
-                for metric, value in evaluate(model, table, dataset).items():
-                    quality.setdefault(metric, []).append(value)
-        if rank == 0 and time.monotonic() - told > 0.2:
-            told = time.monotonic()
-            send_to_launcher(step)
-    trainer.close()
-    losses = torch.tensor(local, dtype=torch.float64)
+    quality: dict[str, list[float]] = {}
+    tell = progress_teller()
+
+    def evaluate_at_marks(course: Course) -> None:
+        if course.done in marks:
+            for metric, value in ranking_quality(run, course.trainer, dataset).items():
+                quality.setdefault(metric, []).append(value)
+        tell(course.done)
+
+    train_until(course, config.steps, evaluate_at_marks)
+    course.trainer.close()
+    losses = torch.tensor([result.loss for result in course.results], dtype=torch.float64)
     dist.all_reduce(losses)
     return losses.tolist(), sorted(marks), quality
 
@@ -213,7 +192,7 @@ def write_curve(folder: Path, curve: Curve) -> Path:
 
 
 def read_curves(folder: Path) -> list[Curve]:
-    """All curves of the folder, in order of file name; files that are none are passed over."""
+    """All curves of the folder, in order of file name; other files are passed over."""
     curves = []
     for path in sorted(folder.glob("*.json")):
         try:

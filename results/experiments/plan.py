@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nestpipe.config import DataConfig, ModelConfig
+from nestpipe.config import DataConfig, ModelConfig, RunConfig
 from nestpipe.measurement.record import Record
-from nestpipe.methods import known_methods
+from nestpipe.methods import find_method, known_methods
 from nestpipe.simulator.scenario import SimulateConfig
 from nestpipe.training.convergence import ConvergenceConfig
-from nestpipe.training.runs import RunConfig
 
 SHAPED = "netns:200mbit,1ms"
 TINY = RunConfig(
@@ -193,15 +191,10 @@ def _models(options: Options) -> Iterator[RunConfig]:
 
 
 def _available(methods: Sequence[str]) -> str:
-    """Those that are installed here, as text: torchrec's need torchrec."""
+    """Those that are installed here with the packages that they need, as text."""
     known = known_methods()
-    torchrec = importlib.util.find_spec("torchrec") is not None
-    keep = [
-        name
-        for name in methods
-        if name.split("(")[0] in known and (torchrec or not (name.startswith("torchrec") or name == "2d-sp"))
-    ]
-    return ",".join(keep)
+    installed = [name for name in methods if name.split("(")[0] in known]
+    return ",".join(name for name in installed if not find_method(name).missing_packages())
 
 
 def has_record(records: Sequence[Record], config: RunConfig, method: str) -> bool:

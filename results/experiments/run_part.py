@@ -13,7 +13,7 @@ from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.record import Record, Store
 from nestpipe.simulator.scenario import SimulateConfig, simulate
 from nestpipe.testbed.testbed import TestbedUnavailable
-from nestpipe.training.convergence import ConvergenceConfig, Curve, converge, identity, read_curves
+from nestpipe.training.convergence import ConvergenceConfig, Curve, converge, curve_config, read_curves
 from nestpipe.training.runs import MethodRun, RunConfig, run
 from results.experiments.plan import Part, has_record
 
@@ -71,10 +71,10 @@ def _curves(config: ConvergenceConfig, folder: Path, again: bool, progress: Prog
     """Convergence curves into ``folder``/convergence; how many were trained."""
     target = folder / "convergence"
     if again:
-        setting = Curve("", 0, identity(config), (), (), {}).setting
+        setting = Curve("", 0, curve_config(config), (), (), {}).setting
         for path in target.glob(f"*-{setting}.json"):
             path.unlink()
-    before = {(c.method, c.seed) for c in read_curves(target) if c.config == identity(config)}
+    before = {(c.method, c.seed) for c in read_curves(target) if c.config == curve_config(config)}
     made = converge(config, target, progress)
     return sum((curve.method, curve.seed) not in before for curve in made)
 
@@ -86,9 +86,7 @@ def _tell(progress: Progress | None, title: str, done: int, total: int) -> None:
 
 def _simulated(config: SimulateConfig, store: Store, found: Sequence[Record]) -> list[Record]:
     """Simulated again whatever the store has: it takes less time than comparing would save."""
-    from baselines.simulated import METHODS
-
-    records = simulate(config, METHODS)
+    records = simulate(config)
     for record in records:
         store.write(record)
     return records

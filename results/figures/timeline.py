@@ -49,7 +49,7 @@ def _scheduled() -> Picture:
             method = find_method(name)
         except UnknownMethod:
             continue
-        schedule = method.schedule(method.micro_batches or 4)
+        schedule = method.schedule(4)
         step = steady_step(schedule, lambda op: op.stage.columns)
         drawn.append((f"{name}, N = {schedule.micro_batches}", step.spans, step.length))
     return _strips(

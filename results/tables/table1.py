@@ -149,7 +149,10 @@ def _cells(family: Family, records: Sequence[Record], simulated: Sequence[Record
 
 
 def _base_of(method: str) -> str:
-    return "torchrec" if method.startswith("torchrec-") or method == "2d-sp" else "serial"
+    try:
+        return find_method(method).base
+    except UnknownMethod:
+        return "serial"
 
 
 def _pairs(method: str, of: str, with_clustering: bool, records: Sequence[Record]) -> list[tuple[Record, Record]]:
@@ -184,7 +187,7 @@ def _consistency(method: str, records: Sequence[Record]) -> Cell:
         found = find_method(method)
     except UnknownMethod as error:
         return Cell("-", f"{method} is not installed here ({error})")
-    kinds = sorted({problem.kind for problem in check(found.schedule(found.micro_batches or 4))})
+    kinds = sorted({problem.kind for problem in check(found.schedule(4))})
     says = f"the checker finds {', '.join(kinds)}" if kinds else "the checker finds nothing"
     return Cell("no" if kinds else "yes", f"{says}; {_losses_say(method, bool(kinds), records)}")
 

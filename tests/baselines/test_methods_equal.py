@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("torchrec")
 
-from baselines.two_d_sp.schedules import nestpipe_two_d_sp_exact, serial_two_d_sp
+from baselines.two_d_sp.schedules import nestpipe_two_d_sp_exact, unpipelined_two_d_sp, without_marks
 from nestpipe.checker.observed_run import violations
 from nestpipe.checker.rules import check
 from tests.support.engine_runs import Outcome, differences
@@ -89,13 +89,10 @@ def exact_form(groups: int, overlap: bool):
     import torch.distributed as dist
 
     from nestpipe.engine.engine import Engine
-    from nestpipe.engine.lanes import OneAtATime
-    from nestpipe.engine.thread_lanes import ThreadLanes
     from tests.support.method_runs import SEED, SPEC, adam, batches, weights
 
-    template = nestpipe_two_d_sp_exact(3) if overlap else serial_two_d_sp(3)
-    lanes = ThreadLanes if overlap else OneAtATime
-    engine = Engine(template, SPEC, RULES["rowwise_adagrad"], adam, SEED, lanes, replica_groups=groups)
+    template = nestpipe_two_d_sp_exact(3) if overlap else without_marks(unpipelined_two_d_sp(3))
+    engine = Engine(template, SPEC, RULES["rowwise_adagrad"], adam, SEED, overlap, replica_groups=groups)
     try:
         outcome, iterator = Outcome(), iter(batches(8, known=False))
         while True:

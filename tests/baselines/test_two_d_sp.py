@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("torchrec")
 
 from baselines.torchrec.index_dedup import jagged_unique_indices
-from baselines.two_d_sp.schedules import two_d_sp_schedule
+from baselines.two_d_sp.schedules import two_d_sp
 from nestpipe.checker.observed_run import violations
 from nestpipe.checker.rules import check
 from nestpipe.methods import MethodOptions
@@ -40,7 +40,7 @@ def test_sgd_and_interval_1_is_synchronous_and_the_rest_is_not(pool4):
         (replace(SYNCHRONOUS, sync_interval=2), ["update_rule"]),
         (MethodOptions(), ["update_rule"]),
     ):
-        assert [p.kind for p in check(two_d_sp_schedule(options))] == verdict
+        assert [p.kind for p in check(two_d_sp(1, options))] == verdict
 
 
 def replicas(interval: int, scale: float):

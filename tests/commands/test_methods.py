@@ -25,9 +25,9 @@ def outside(monkeypatch):
 def test_built_in_methods_have_a_schedule_of_their_micro_batches():
     for name in ("serial", "nestpipe", "dbp-only", "fwp-only"):
         method = find_method(name)
-        micro_batches = method.micro_batches or 4
-        template = method.schedule(micro_batches)
-        assert template.micro_batches == micro_batches and method.summary
+        template = method.schedule(4)
+        assert template.micro_batches == method.micro_batches_of(4) and method.summary
+        assert template is method.schedule(4)  # made once
     assert {"serial", "nestpipe", "dbp-only", "fwp-only", "torchrec"} <= set(known_methods())
 
 
@@ -45,7 +45,7 @@ def test_built_in_methods_have_a_schedule_of_their_micro_batches():
 )
 def test_micro_batches_in_the_name(name, micro_batches, paper):
     method = find_method(name)
-    assert (method.micro_batches, method.paper_method) == (micro_batches, paper)
+    assert (method.fixed_micro_batches, method.paper_method) == (micro_batches, paper)
     assert method.name == name.strip()
 
 
@@ -64,7 +64,7 @@ def test_impossible_micro_batches_are_refused(name):
 
 def test_methods_from_outside(outside):
     assert find_method("mine") is MINE
-    assert find_method("mine(4)").micro_batches == 4
+    assert find_method("mine(4)").fixed_micro_batches == 4
     assert known_methods() == ["broken", "dbp-only", "fwp-only", "mine", "nestpipe", "serial"]
     with pytest.raises(UnknownMethod, match=r"broken.*no_such_module:METHOD.*cannot be loaded"):
         find_method("broken")

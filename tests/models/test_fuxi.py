@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nestpipe.config import DataConfig, ModelConfig, TrainingConfig
+from nestpipe.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from nestpipe.datasets.loader import load_dataset
 from nestpipe.engine.engine import Engine
 from nestpipe.models.fuxi import FuXi
@@ -17,7 +17,7 @@ from nestpipe.models.next_item import BACKBONES, build_model_spec
 from nestpipe.schedule.frozen_window import fwp_only
 from nestpipe.schedule.templates import dbp_only, nestpipe, serial
 from nestpipe.trainer import SparseOptimizer
-from nestpipe.training.runs import RunConfig, train_on_rank
+from nestpipe.training.loop import train_on_rank
 from tests.support.engine_runs import differences, train
 from tests.support.hstu_reference import LONGEST, run, silu
 

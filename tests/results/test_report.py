@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from baselines.simulated import METHODS
 from nestpipe.cli import main
 from nestpipe.measurement.record import Store
 from nestpipe.simulator.scenario import SimulateConfig, simulate
@@ -32,14 +31,14 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("out")
     sweep = SimulateConfig(methods="serial,nestpipe", workers="1536")
     parts = {
-        "simulated": simulate(SimulateConfig(), METHODS),
-        "simulated-gpu": simulate(SimulateConfig(hardware="gpu-128-kuairand"), METHODS),
+        "simulated": simulate(SimulateConfig()),
+        "simulated-gpu": simulate(SimulateConfig(hardware="gpu-128-kuairand")),
         "simulated-micro-batches": [
             r
             for n, clustering in ((16, "profile"), (16, "off"), (64, "profile"))
-            for r in simulate(_with(sweep, micro_batch=n, clustering=clustering), METHODS)
+            for r in simulate(_with(sweep, micro_batch=n, clustering=clustering))
         ],
-        "simulated-sizes": [r for n in (2, 4) for r in simulate(_with(sweep, dense_layers=n), METHODS)],
+        "simulated-sizes": [r for n in (2, 4) for r in simulate(_with(sweep, dense_layers=n))],
         "two-hosts": [*session(), *session(paced=False)],
         "four-hosts": session(workers=4),
         "micro-batches": [measured(f"nestpipe({n})", [200.0, 210.0], micro_batches=n) for n in (2, 8)],

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from baselines.simulated import METHODS
 from nestpipe.measurement.record import RecordError, Store
 from nestpipe.simulator.scenario import SimulateConfig, simulate
 from nestpipe.training.runs import RunConfig
@@ -30,12 +29,12 @@ TABLES = ("table2", "table3", "table4", "ladder")
 
 @pytest.fixture(scope="module")
 def simulated():
-    return simulate(SimulateConfig(), METHODS)
+    return simulate(SimulateConfig())
 
 
 @pytest.fixture(scope="module")
 def gpu():
-    return simulate(SimulateConfig(hardware="gpu-128-kuairand"), METHODS)
+    return simulate(SimulateConfig(hardware="gpu-128-kuairand"))
 
 
 @pytest.fixture
@@ -243,7 +242,7 @@ def test_records_of_ones_own_have_a_table(tmp_path):
         Store(tmp_path / "all" / "two-hosts").write(record)
     run_file, simulated_file = tmp_path / "run.json", tmp_path / "simulated.json"
     run_file.write_text(json.dumps({"methods": {r.method: r.to_json() for r in records}}))
-    few = simulate(SimulateConfig(methods="serial,nestpipe", workers="128,256", steps=2), METHODS)
+    few = simulate(SimulateConfig(methods="serial,nestpipe", workers="128,256", steps=2))
     simulated_file.write_text(json.dumps({"records": [r.to_json() for r in few]}))
     for root in (tmp_path / "all", tmp_path / "all" / "mine", run_file):
         (table,) = make("records", sources_from(tmp_path, root)).tables

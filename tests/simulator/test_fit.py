@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from baselines.simulated import METHODS
+from nestpipe.methods import NESTPIPE, find_method
 from nestpipe.simulator.advise import advise
-from nestpipe.simulator.cost import Cluster, stage_seconds
+from nestpipe.simulator.cost import Cluster, cluster_of, stage_seconds
 from nestpipe.simulator.fit.assumptions import TEXTS, assumptions
 from nestpipe.simulator.fit.figure_points import NPU, micro_batch_sweep, note_points
 from nestpipe.simulator.fit.least_squares import FREE, compare, fit, predictor, step_targets, table_four, table_two
 from nestpipe.simulator.fit.report import full_fit
 from nestpipe.simulator.profile import load_profile
 from nestpipe.simulator.reference import Reference, reference_hardware
-from nestpipe.simulator.scenario import SimulateConfig, mean, simulate
-from nestpipe.simulator.step_times import steady_steps
+from nestpipe.simulator.scenario import ALL, SimulateConfig, paper_methods, priced_methods, simulate
+from nestpipe.simulator.step_times import steady_account
 from results.published import PublishedError, load_published
 
-PAPER = {m.paper_method: m for m in METHODS.values()}
+PAPER = paper_methods()
 ROWS = load_published()
 PROFILE = load_profile(NPU)
 
 
 @pytest.fixture(scope="module")
 def report():
-    return full_fit(ROWS, PROFILE.workload, PAPER, profiles=False)
+    return full_fit(ROWS, PROFILE.workload, PAPER, try_other_values=False)
 
 
 def test_in_sample_error(report):
@@ -60,8 +61,8 @@ def test_held_out_cells_do_not_teach():
         type(r)(**{**asdict(r), "value": r.value * 2}) if r.method == "NestPipe" and r.workers in (128, 256) else r
         for r in ROWS
     ]
-    a = full_fit(ROWS, PROFILE.workload, PAPER, profiles=False).held_out_methods
-    b = full_fit(wrong, PROFILE.workload, PAPER, profiles=False).held_out_methods
+    a = full_fit(ROWS, PROFILE.workload, PAPER, try_other_values=False).held_out_methods
+    b = full_fit(wrong, PROFILE.workload, PAPER, try_other_values=False).held_out_methods
     assert [c.predicted_ms for c in a.cells] == pytest.approx([c.predicted_ms for c in b.cells])
 
 
@@ -116,14 +117,13 @@ def test_closed_form_and_schedules_agree_where_the_closed_form_holds():
         }
         for name, expected in closed.items():
             method = PAPER[name]
-            cluster = Cluster(hardware, n, r.groups if method.grouped else 1)
-            seconds = stage_seconds(cluster, w, method.micro_batches or 8)
-            assert steady_steps(method, 8, [seconds])["step"][0] == pytest.approx(expected, rel=1e-6), (name, n)
+            seconds = stage_seconds(cluster_of(method, hardware, n, r.groups), w, method.micro_batches_of(8))
+            assert steady_account(method, 8, [seconds])["step"][0] == pytest.approx(expected, rel=1e-6), (name, n)
 
 
 def test_rankings_and_crossovers_of_every_row():
-    records = simulate(SimulateConfig(methods="serial,2d-sp,uniemb,nestpipe,nestpipe+2d-sp"), METHODS)
-    step = {(r.paper_method, r.workers): mean(r, "step_ms") for r in records}
+    records = simulate(SimulateConfig(methods="serial,2d-sp,uniemb,nestpipe,nestpipe+2d-sp"))
+    step = {(r.paper_method, r.workers): r.typical("step_ms") for r in records}
     published = {(t.method, t.workers): t.value for t in step_targets(ROWS)}
     for n in (128, 256, 512, 1024, 1536):
         here = [m for m, workers in published if workers == n]
@@ -135,12 +135,12 @@ def test_rankings_and_crossovers_of_every_row():
 
 
 def test_fig_9_left_arm_is_one_nth_and_right_arm_needs_a_cost_per_micro_batch():
-    with_curve = micro_batch_sweep(PROFILE, METHODS["nestpipe"], 1536, True, 4.0)
+    with_curve = micro_batch_sweep(PROFILE, NESTPIPE, 1536, True, 4.0)
     for point in with_curve:
         assert point.exposed_pct == pytest.approx(100 * point.micro_batch / 512, rel=1e-3)
     steps = [p.step_ms for p in with_curve]
     assert steps.index(min(steps)) not in (0, len(steps) - 1)  # a U inside what the data allow
-    off = micro_batch_sweep(PROFILE, METHODS["nestpipe"], 1536, False)
+    off = micro_batch_sweep(PROFILE, NESTPIPE, 1536, False)
     totals = [p.total_ms for p in off]
     assert totals == sorted(totals) and totals[-1] > totals[0] * 1.1
 
@@ -166,7 +166,7 @@ def test_every_assumption_says_how_far_the_largest_step_moves():
 
 
 def test_records_are_simulated_and_their_parts_sum():
-    records = simulate(SimulateConfig(methods="serial,nestpipe", workers="128,1536", steps=4), METHODS)
+    records = simulate(SimulateConfig(methods="serial,nestpipe", workers="128,1536", steps=4))
     assert [(r.workers, r.method) for r in records] == [
         (128, "serial"),
         (128, "nestpipe"),
@@ -176,24 +176,24 @@ def test_records_are_simulated_and_their_parts_sum():
     for r in records:
         assert r.kind == "simulated" and "simulated" in r.testbed and len(r.metrics["step_ms"]) == 4
         parts = ("dense", "update", "exposed_input", "exposed_lookup", "exposed_communication", "exposed_dense_sync")
-        total = sum(mean(r, f"{p}_ms") for p in (*parts, "skew", "other"))
-        assert total == pytest.approx(mean(r, "step_ms"))
-        assert mean(r, "qps") == pytest.approx(512 * r.workers / mean(r, "step_ms") * 1e3)
-    assert mean(records[3], "exposed_vs_serial") == pytest.approx(1 / 8, rel=1e-6)
+        total = sum(r.typical(f"{p}_ms") for p in (*parts, "skew", "other"))
+        assert total == pytest.approx(r.typical("step_ms"))
+        assert r.typical("qps") == pytest.approx(512 * r.workers / r.typical("step_ms") * 1e3)
+    assert records[3].typical("exposed_vs_serial") == pytest.approx(1 / 8, rel=1e-6)
 
 
 def test_twenty_table_points_take_seconds():
     began = time.process_time()
-    records = simulate(SimulateConfig(methods="serial,2d-sp,uniemb,nestpipe"), METHODS)
+    records = simulate(SimulateConfig(methods="serial,2d-sp,uniemb,nestpipe"))
     assert len(records) == 20
     assert time.process_time() - began < 5.0
 
 
 def test_advice_chooses_micro_batches_and_says_where_it_changes():
-    advice = advise(SimulateConfig(), METHODS, 1536, reach=2)
+    advice = advise(SimulateConfig(), 1536, reach=2)
     assert advice.best.method == "nestpipe" and advice.best.micro_batches > 8
     assert advice.best.limited_by == "compute"
-    fixed = advise(SimulateConfig(micro_batch=64), METHODS, 1536, reach=1)
+    fixed = advise(SimulateConfig(micro_batch=64), 1536, reach=1)
     assert fixed.best.micro_batches == 8 and fixed.best.step_ms > advice.best.step_ms
     by_name = {c.method: c for c in advice.choices}
     assert not by_name["uniemb"].synchronous and "stale" in by_name["uniemb"].objection
@@ -219,18 +219,18 @@ def test_advice_chooses_micro_batches_and_says_where_it_changes():
 )
 def test_bad_settings_say_what_in_one_line(config, message):
     with pytest.raises(ValueError) as error:
-        simulate(config, METHODS)
+        simulate(config)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_all_methods_are_those_that_fit():
     """Two workers make no four groups: whoever asks for all methods gets the others, and is told."""
-    records = simulate(SimulateConfig(workers="2,4", steps=2), METHODS)
+    records = simulate(SimulateConfig(workers="2,4", steps=2))
     by_size = [{r.method for r in records if r.workers == n} for n in (2, 4)]
-    assert by_size[1] - by_size[0] == {m.name for m in METHODS.values() if m.grouped} and len(by_size[0]) > 4
+    assert by_size[1] - by_size[0] == {name for name in ALL if find_method(name).replicated} and len(by_size[0]) > 4
     assert records[0].notes[-1].startswith("left out with 2 workers")
     with pytest.raises(ValueError, match="130 workers cannot be split"):
-        simulate(SimulateConfig(workers="130"), METHODS)
+        simulate(SimulateConfig(workers="130"))
 
 
 def test_published_numbers_are_checked(tmp_path):
@@ -262,15 +262,14 @@ def test_a_schedule_in_a_file_is_a_method(tmp_path):
 
     path = tmp_path / "mine.txt"
     path.write_text(to_text(fwp_only(4)))
-    records = simulate(SimulateConfig(methods=f"fwp-only,{path}", workers="128", micro_batch=128, steps=2), METHODS)
-    assert mean(records[0], "step_ms") == pytest.approx(mean(records[1], "step_ms"))
+    records = simulate(SimulateConfig(methods=f"fwp-only,{path}", workers="128", micro_batch=128, steps=2))
+    assert records[0].typical("step_ms") == pytest.approx(records[1].typical("step_ms"))
 
 
 def test_registered_methods_that_are_all_schedule_can_be_simulated():
-    from baselines.simulated import simulated_methods
-
-    known = simulated_methods("serial, nestpipe+2d-sp-exact, torchrec-dedup, nestpipe+bf16, none")
-    assert known.keys() - METHODS.keys() == {"nestpipe+2d-sp-exact"} and known["nestpipe+2d-sp-exact"].grouped
-    assert simulated_methods("all") == METHODS
-    (record,) = simulate(SimulateConfig(methods="nestpipe+2d-sp-exact", workers="128", steps=2), known)
+    assert [m.name for m in priced_methods("all")] == list(ALL)
+    for name, why in (("torchrec-dedup", "this variant of TorchRec saves"), ("nestpipe+bf16", "reduced precision")):
+        with pytest.raises(ValueError, match=f"'{re.escape(name)}' cannot be simulated: .*{why}"):
+            priced_methods(f"serial,{name}")
+    (record,) = simulate(SimulateConfig(methods="nestpipe+2d-sp-exact", workers="128", steps=2))
     assert record.config["groups"] == 4 and record.median["step_ms"] > 0

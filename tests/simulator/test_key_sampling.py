@@ -10,6 +10,7 @@ import pytest
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.data.batch import Batch
 from nestpipe.measurement.exposed_time import EXPOSED
+from nestpipe.methods import find_method
 from nestpipe.simulator.calibrate.key_sampling import measure_keys
 from nestpipe.simulator.calibrate.measure import (
     RATES,
@@ -22,9 +23,8 @@ from nestpipe.simulator.calibrate.measure import (
 )
 from nestpipe.simulator.cost import Cluster, stage_seconds
 from nestpipe.simulator.key_statistics import known_statistics, load_statistics
-from nestpipe.simulator.methods import BUILT_IN
 from nestpipe.simulator.profile import load_profile
-from nestpipe.simulator.step_times import simulate_steps
+from nestpipe.simulator.step_times import method_seconds, simulate_steps
 from nestpipe.simulator.workload import KeyStatistics, Workload, WorkloadError
 
 DATA = DataConfig(batch_size=24, negatives=8, data_scale=0.001)
@@ -123,10 +123,11 @@ def test_overlap_costs_what_it_hides():
     profile = load_profile("h100-ib")
     shared = replace(profile.hardware, overlap_cost=0.5)
     for name in ("serial", "nestpipe"):
-        method = BUILT_IN[name]
+        method = find_method(name)
+        clusters = [Cluster(hardware, 16) for hardware in (profile.hardware, shared)]
         before, after = (
-            simulate_steps(method, Cluster(hardware, 16), profile.workload, 4)
-            for hardware in (profile.hardware, shared)
+            simulate_steps(method, cluster, method_seconds(method, cluster, profile.workload, 4), 4)
+            for cluster in clusters
         )
         hidden = sum(before.mean(part).mean() - before.mean(f"exposed_{part}").mean() for part in EXPOSED)
         grown = after.mean("dense").mean() - before.mean("dense").mean()

@@ -9,22 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baselines.simulated import METHODS
 from nestpipe import schedule
 from nestpipe.engine.thread_lanes import ThreadLanes
 from nestpipe.measurement.exposed_time import EXPOSED, step_times
+from nestpipe.methods import NESTPIPE, SERIAL, find_method
 from nestpipe.schedule.building import op
-from nestpipe.simulator.cost import Cluster
+from nestpipe.simulator.cost import Cluster, stage_seconds
 from nestpipe.simulator.profile import load_profile
+from nestpipe.simulator.scenario import ALL
 from nestpipe.simulator.step_times import Noise, simulate_steps, simulate_timeline
 from nestpipe.simulator.virtual_lanes import lane_plan, run_lanes, virtual_timeline
 
-NAMES = sorted(METHODS)
+NAMES = sorted(ALL)
 PARTS = ("dense", "update", *(f"exposed_{name}" for name in EXPOSED), "skew", "other")
 
 
 def timeline_of(name: str, micro_batches: int, seed: int, workers: int = 4, group_size: int | None = None):
-    plan = lane_plan(METHODS[name].schedule(micro_batches).unroll(9))
+    plan = lane_plan(find_method(name).schedule(micro_batches).unroll(9))
     rng = np.random.default_rng(seed)
     durations = rng.exponential(1.0, (len(plan.ops), workers)) * (rng.random((len(plan.ops), 1)) > 0.2)
     return plan, durations, run_lanes(plan, durations, group_size)
@@ -77,11 +78,11 @@ def test_a_collective_starts_when_its_last_member_is_ready():
 
 
 def test_columns_are_independent_clusters_with_groups_of_one():
-    plan = lane_plan(METHODS["nestpipe"].schedule(3).unroll(8))
+    plan = lane_plan(NESTPIPE.schedule(3).unroll(8))
     durations = np.random.default_rng(3).random((len(plan.ops), 5))
-    together = run_lanes(plan, durations, 1, 1)
+    together = run_lanes(plan, durations, independent=True)
     for column in range(5):
-        alone = run_lanes(plan, durations[:, column : column + 1], 1, 1)
+        alone = run_lanes(plan, durations[:, column : column + 1], independent=True)
         assert np.array_equal(alone.end[:, 0], together.end[:, column])
 
 
@@ -109,30 +110,33 @@ def test_noise_is_deterministic_by_seed_and_shows_as_skew():
     profile = load_profile("npu-1536-industrial")
     noise = Noise(compute_jitter=0.05, key_skew=0.1, length_imbalance=0.1, stragglers=0.1)
     cluster = Cluster(profile.hardware, 16)
-    one, same, other = (
-        simulate_steps(METHODS["nestpipe"], cluster, profile.workload, 8, 5, noise, seed) for seed in (1, 1, 2)
-    )
+    stages = stage_seconds(cluster, profile.workload, 8)
+    one, same, other = (simulate_steps(NESTPIPE, cluster, stages, 8, 5, noise, seed) for seed in (1, 1, 2))
     assert all(np.array_equal(one.ms[name], same.ms[name]) for name in one.ms)
     assert not np.array_equal(one.ms["step"], other.ms["step"])
     assert one.mean("skew").mean() > 0
-    quiet = simulate_steps(METHODS["nestpipe"], Cluster(profile.hardware, 16), profile.workload, 8, 5)
+    quiet = simulate_steps(NESTPIPE, cluster, stages, 8, 5)
     assert one.mean("step").mean() > quiet.mean("step").mean()
 
 
 def test_noise_of_mean_one_leaves_the_mean_dense_time():
     profile = load_profile("npu-1536-industrial")
     noise = Noise(compute_jitter=0.1)
-    times = simulate_steps(METHODS["nestpipe"], Cluster(profile.hardware, 256), profile.workload, 8, 10, noise)
-    quiet = simulate_steps(METHODS["nestpipe"], Cluster(profile.hardware, 256), profile.workload, 8, 10)
+    cluster = Cluster(profile.hardware, 256)
+    stages = stage_seconds(cluster, profile.workload, 8)
+    times = simulate_steps(NESTPIPE, cluster, stages, 8, 10, noise)
+    quiet = simulate_steps(NESTPIPE, cluster, stages, 8, 10)
     assert times.mean("dense").mean() == pytest.approx(quiet.mean("dense").mean(), rel=0.01)
 
 
 def test_1536_workers_for_100_steps_take_seconds():
     profile = load_profile("npu-1536-industrial")
     noise = Noise(compute_jitter=0.02, length_imbalance=0.02, key_skew=0.02)
-    simulate_steps(METHODS["nestpipe"], Cluster(profile.hardware, 8), profile.workload, 8, 3)
+    cluster = Cluster(profile.hardware, 1536)
+    stages = stage_seconds(cluster, profile.workload, 8)
+    simulate_steps(NESTPIPE, Cluster(profile.hardware, 8), stages, 8, 3)
     began = time.process_time()
-    times = simulate_steps(METHODS["nestpipe"], Cluster(profile.hardware, 1536), profile.workload, 8, 100, noise)
+    times = simulate_steps(NESTPIPE, cluster, stages, 8, 100, noise)
     assert times.ms["step"].shape == (100, 1536)
     assert time.process_time() - began < 6.0  # 3 s on an idle machine; CPU time, and room for a busy one
 
@@ -140,9 +144,10 @@ def test_1536_workers_for_100_steps_take_seconds():
 def test_a_timeline_shows_every_worker_where_they_differ():
     profile = load_profile("npu-1536-industrial")
     cluster = Cluster(profile.hardware, 12)
-    noisy = simulate_timeline(METHODS["serial"], cluster, profile.workload, noise=Noise(compute_jitter=0.1), steps=2)
+    stages = stage_seconds(cluster, profile.workload, 1)
+    noisy = simulate_timeline(SERIAL, cluster, stages, noise=Noise(compute_jitter=0.1), steps=2)
     assert noisy.ranks == 12
-    assert simulate_timeline(METHODS["serial"], cluster, profile.workload, steps=2).ranks == 1
+    assert simulate_timeline(SERIAL, cluster, stages, steps=2).ranks == 1
 
 
 def test_negative_noise_is_refused():
@@ -165,7 +170,7 @@ def test_every_micro_batch_of_serial_adds_up():
 
 @pytest.mark.parametrize("name", ["serial", "fwp-only", "nestpipe", "uniemb", "nestpipe+2d-sp"])
 def test_virtual_and_thread_lanes_order_a_schedule_alike(name):
-    template = METHODS[name].schedule(3)
+    template = find_method(name).schedule(3)
     ops = template.unroll(8)
     plan = lane_plan(ops)
     rng = np.random.default_rng(5)

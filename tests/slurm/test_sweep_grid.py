@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.training.runs import RunConfig
+from nestpipe.config import RunConfig
 from slurm.conditions import holds
 from slurm.grid import GridError, by_shape, find_grid, load_grid
 from slurm.node_hours import predict
-from slurm.point import RUN_SETTINGS
+from slurm.point import DEFAULTS, RUN_SETTINGS
 
 SMALL = """\
 [base]
@@ -100,11 +100,11 @@ def test_points_larger_than_the_cluster_are_simulated(tmp_path):
         ("[8, 16, 32]", '["8"]', 9, "embedding_dim: '8' must be a whole number"),
         ("[8, 16, 32]", "[true]", 9, "embedding_dim: True must be a whole number"),
         ("[8, 16, 32]", "[0]", 9, "embedding_dim is 0; it must be at least 1"),
-        ("workers = [2, 4]", "workers = [2, 0]", 8, "workers is 0"),
+        ("workers = [2, 4]", "workers = [2, 0]", 8, "workers must be at least 1, not 0"),
         ("workers = [2, 4]", "workers = [2, 3]", 8, "3 workers do not fill nodes of 2 tasks"),
         ("micro_batch = 4", "micro_batch = 3", 3, "micro_batch 3 does not divide the batch of 16"),
         ('"serial"', '"serail"', 7, "unknown method 'serail'"),
-        ('"serial"', '"2d-sp"', 8, "3 workers do not split into 2 replica groups"),
+        ('"serial"', '"2d-sp"', 8, "workers 3 cannot be split into replica_groups 2 of equal size"),
         ("steps = 2", "steps = 2\nwidth = 5", 5, "width 5 is not divisible by heads 2"),
         ("steps = 2", 'dataset = "kuairan"', 4, "must be one of 'synthetic', 'movielens'"),
         ("tasks_per_node = 2", "tasks_per_node = 0", 12, "tasks_per_node is 0"),
@@ -169,8 +169,7 @@ def test_node_hours_count_nodes_start_and_all_steps(tmp_path):
 
 
 def test_a_grid_can_set_what_a_run_can():
-    """Without torch a grid knows a run's settings by a list of its own."""
     elsewhere = {"methods", "workers", "micro_batches", "seed", "timeout", "checkpoint", "checkpoint_every", "resume"}
     not_on_a_cluster = {"testbed", "epochs", "data", "model", "optimizer"}
-    settings = {f.name: f.default for f in fields(RunConfig) if f.name not in elsewhere | not_on_a_cluster}
-    assert {**settings, "rounds": 1} == RUN_SETTINGS  # one method a job: nothing to interleave
+    assert {f.name for f in fields(RunConfig)} == {*RUN_SETTINGS, *elsewhere, *not_on_a_cluster}
+    assert DEFAULTS["rounds"] == 1 and DEFAULTS["steps"] == RunConfig().steps

@@ -56,17 +56,15 @@ class Run:
     def found(self) -> Method:
         plain = self.method.partition("(")[0]
         method = find_method(self.method) if plain in BUILT_IN else METHODS[self.method]
-        return method.under(MethodOptions(self.groups, self.interval, self.rule))
+        return method.with_options(MethodOptions(self.groups, self.interval, self.rule))
 
     @property
     def template(self):
-        return self.found.schedule(self.found.micro_batches or self.micro_batches)
+        return self.found.schedule(self.micro_batches)
 
     def trainer(self) -> Trainer:
         torch.set_num_threads(1)
-        method = self.found
-        micro_batches = method.micro_batches or self.micro_batches
-        return method.build(SPEC, RULES[self.rule], DENSE[self.dense], SEED, micro_batches)
+        return self.found.build(SPEC, RULES[self.rule], DENSE[self.dense], SEED, self.micro_batches)
 
 
 def batches(steps: int, samples: int = 6, known: bool = True) -> list[Batch]:

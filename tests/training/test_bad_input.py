@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nestpipe import cli
-from nestpipe.config import LIMITS
+from nestpipe.config import MAX_SIZES
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.engine.engine import Engine
 from nestpipe.engine.lanes import MakeLanes, OneAtATime
@@ -64,7 +64,7 @@ COMMANDS = {
     "run --data-scale 101": r"data_scale is 101.0; it must be at most 100",
     **{
         f"run --{name.replace('_', '-')} {most + 1}": rf"{name} is {most + 1}; it must be at most {most}"
-        for name, most in LIMITS.items()
+        for name, most in MAX_SIZES.items()
     },
     "run --stepz 3": r"--stepz.*--steps INT",
     "run --testbed loop": r"testbed 'loop': write loopback or netns:RATE,DELAY, e.g. netns:200mbit,1ms",

@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("torchrec")
 
+from nestpipe.config import RunConfig
 from nestpipe.training.checkpoint import FORMAT, CheckpointError, Checkpoints, newest, only_writer
-from nestpipe.training.loop import step_here
-from nestpipe.training.runs import RunConfig
+from nestpipe.training.loop import step_at_same_sample
 from tests.support.engine_runs import Outcome, differences
 from tests.support.method_runs import Run, batches, largest_difference, weights
 from tests.support.torchrec_model import TABLES
@@ -175,7 +175,7 @@ def test_a_manifest_of_foreign_values_is_refused(tmp_path, wrong) -> None:
     assert newest(tmp_path).step == 4  # type: ignore[union-attr]
     for text in (json.dumps({**good, **wrong}), "[" * 100_000):
         path.write_text(text)
-        with pytest.raises(CheckpointError, match=r"manifest.json cannot be used .*: remove step-00000004 to go on"):
+        with pytest.raises(CheckpointError, match=r"manifest.json cannot be used .*: remove step-00000004 to resume"):
             newest(tmp_path)
 
 
@@ -263,6 +263,6 @@ def test_the_step_of_another_number_of_ranks() -> None:
     config = RunConfig()
     dataset = load_dataset(config.data, config.model, 1)
     old, new = dataset.steps_per_epoch(2), dataset.steps_per_epoch(4)
-    assert step_here(dataset, 4, 6, 2) == 3 and step_here(dataset, 2, 3, 4) == 6
-    assert step_here(dataset, 4, 7, 2) is None
-    assert step_here(dataset, 4, 3 * old, 2) == 3 * new
+    assert step_at_same_sample(dataset, 4, 6, 2) == 3 and step_at_same_sample(dataset, 2, 3, 4) == 6
+    assert step_at_same_sample(dataset, 4, 7, 2) is None
+    assert step_at_same_sample(dataset, 4, 3 * old, 2) == 3 * new

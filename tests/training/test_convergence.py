@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nestpipe.config import DataConfig, ModelConfig
-from nestpipe.training.convergence import ConvergenceConfig, Curve, converge, identity, read_curves, write_curve
+from nestpipe.training.convergence import ConvergenceConfig, Curve, converge, curve_config, read_curves, write_curve
 from results.artefacts import Sources
 from results.figures.fig6_convergence import METRICS, drift_ratio, fig6, paired_gap, within_rounding
 from results.report.render import to_markdown
@@ -33,7 +33,7 @@ def made_up(method: str, seed: int, error: float, growth: float = 0.0) -> Curve:
     quality = {metric: [0.1 + 0.01 * seed + error, 0.2 + 0.01 * seed + error] for metric in METRICS} | {
         "users": [9.0, 9.0]
     }
-    return Curve(method, seed, identity(TINY), (base + wobble).tolist(), [20, 40], quality)
+    return Curve(method, seed, curve_config(TINY), (base + wobble).tolist(), [20, 40], quality)
 
 
 def curves(**errors: float) -> list[Curve]:
@@ -76,7 +76,7 @@ def test_curves_are_stored_and_foreign_files_passed_over(tmp_path):
 def test_the_figure_and_its_table(tmp_path):
     for curve in [*curves(nestpipe=1e-8, uniemb=1e-3), *(made_up("serial(2)", s, 1e-8) for s in (1, 2, 3))]:
         write_curve(tmp_path / "convergence", curve)
-    other = dataclasses.replace(made_up("torchrec", 1, 0.0), config={**identity(TINY), "steps": 7})
+    other = dataclasses.replace(made_up("torchrec", 1, 0.0), config={**curve_config(TINY), "steps": 7})
     write_curve(tmp_path / "convergence", other)  # another setting stays out
     sources = Sources({}, (), tmp_path)
     artefact = fig6(sources)

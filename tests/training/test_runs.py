@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nestpipe.config import DataConfig, ModelConfig, OptimizerConfig
+from nestpipe.config import WARM_UP_STEPS, DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from nestpipe.measurement.record import Store
-from nestpipe.training.runs import WARM_UP_STEPS, RunConfig, train_on_rank
+from nestpipe.training.loop import dense_optimizer, train_on_rank
 from tests.support.paths import MOVIELENS
 
 NESTPIPE = [sys.executable, "-m", "nestpipe.cli"]
@@ -179,7 +179,6 @@ def trained(config: RunConfig, steps: int) -> dict[str, tuple]:
     from nestpipe.methods import find_method
     from nestpipe.models.next_item import build_model_spec
     from nestpipe.trainer import SparseOptimizer
-    from nestpipe.training.runs import dense_optimizer
 
     options = config.optimizer
     sparse = SparseOptimizer(options.sparse_optimizer, options.sparse_lr, options.sparse_eps)
@@ -187,8 +186,7 @@ def trained(config: RunConfig, steps: int) -> dict[str, tuple]:
     outcome = {}
     for name in config.method_names:
         method, spec = find_method(name), build_model_spec(config.training, dataset)
-        micro_batches = method.micro_batches or config.micro_batches
-        trainer = method.build(spec, sparse, dense_optimizer(options), config.seed, micro_batches)
+        trainer = method.build(spec, sparse, dense_optimizer(options), config.seed, config.micro_batches)
 
         def weights(trainer=trainer):
             dense = {n: value.clone() for n, value in trainer.dense_state().items()}
@@ -374,7 +372,7 @@ def test_without_root_the_run_falls_back_to_loopback_and_says_so(monkeypatch, ca
 def test_a_file_that_cannot_be_written_in_the_end_does_not_cost_the_others(tmp_path, monkeypatch):
     from nestpipe.commands import run as command
     from nestpipe.measurement.record import Record
-    from nestpipe.training.runs import MethodRun
+    from nestpipe.training.measured_record import MethodRun
 
     metrics = {"step_ms": [1.0]}
     config = {"micro_batches": 1, "data": {}, "model": {}}

@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Barrier
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from nestpipe.config import DataConfig, ModelConfig
+from nestpipe.data.tables import TableConfig
+from nestpipe.datasets.loader import load_dataset
+from nestpipe.embedding.host_table import shard_layout
+from nestpipe.embedding.key_routing import route
 from nestpipe.simulator.workload import KeyStatistics
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from nestpipe.config import DataConfig, ModelConfig
 
 
 @dataclass
@@ -35,8 +37,6 @@ class MemoryExchange:
         return len(self.board)
 
     def all_to_all(self, target: Tensor, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
-        import torch
-
         self.board[self.rank] = source.split(list(send))
         self.barrier.wait()
         torch.cat([theirs[self.rank] for theirs in self.board], out=target)
@@ -57,8 +57,6 @@ def measure_keys(
     workers and batches, fitted as a power and a logarithm of the workers. ``error``: the largest count
     predicted from the others.
     """
-    from nestpipe.datasets.loader import load_dataset
-
     dataset = load_dataset(data, model, seed)
     rows, overlap = [], []
     keys = distinct = 0.0
@@ -93,10 +91,6 @@ def measure_keys(
 
 def _route(dataset: Any, workers: int, micro_batches: int, batches: int) -> list[list[Any]]:
     """Routing plans [workers][batches]."""
-    from nestpipe.data.tables import TableConfig
-    from nestpipe.embedding.host_table import shard_layout
-    from nestpipe.embedding.key_routing import route
-
     layout = shard_layout([TableConfig("items", dataset.items, 1, ("history", "negatives"), 0.1)], workers)
     board: list[Any] = [None] * workers
     barrier = Barrier(workers)

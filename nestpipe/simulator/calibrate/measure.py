@@ -12,21 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from scipy.optimize import nnls
 
+from nestpipe.config import DataConfig, ModelConfig, RunConfig
 from nestpipe.measurement.exposed_time import EXPOSED
+from nestpipe.methods import NESTPIPE
 from nestpipe.schedule.stages import of_stage
 from nestpipe.simulator.calibrate.key_sampling import measure_keys
 from nestpipe.simulator.cost import Cluster, stage_seconds
 from nestpipe.simulator.hardware import Hardware, hardware_to_toml
-from nestpipe.simulator.methods import BUILT_IN
-from nestpipe.simulator.step_times import steady_steps
+from nestpipe.simulator.step_times import steady_account
 from nestpipe.simulator.workload import Workload
-
-if TYPE_CHECKING:
-    from nestpipe.training.runs import MethodRun, RunConfig
+from nestpipe.training.measured_record import MethodRun
+from nestpipe.training.runs import run
 
 #: (samples per rank, embedding dim, sequence length, negatives, dense width) of the runs that teach.
 SIZES = ((16, 32, 20, 16, 16), (32, 64, 30, 16, 32), (48, 64, 40, 32, 48), (64, 96, 30, 48, 32))
@@ -103,8 +103,6 @@ class _Run:
 
 
 def _runs(config: RunConfig) -> list[_Run]:
-    from nestpipe.training.runs import run
-
     found = []
     for result in run(config):
         n = int(result.record.config["micro_batches"])
@@ -122,17 +120,14 @@ def _expand_bytes_per_s(paced: Sequence[_Run]) -> float:
 
 def _overlap_cost(run: _Run, cluster: Cluster) -> float:
     """How much longer NestPipe's step is than predicted, per second that it hides."""
-    method, n = BUILT_IN["nestpipe"], run.micro_batches
+    n = run.micro_batches
     seconds = stage_seconds(cluster, run.workload, n)
-    predicted = steady_steps(method, n, [seconds], cluster.hardware.one_link)
+    predicted = steady_account(NESTPIPE, n, [seconds], cluster.hardware.one_link)
     hidden = sum(float(predicted[name][0] - predicted[f"exposed_{name}"][0]) for name in EXPOSED)
     return max(0.0, run.step_s * 1e3 - float(predicted["step"][0])) / hidden if hidden > 0 else 0.0
 
 
 def run_config(config: CalibrateConfig, size: tuple[int, int, int, int, int]) -> RunConfig:
-    from nestpipe.config import DataConfig, ModelConfig
-    from nestpipe.training.runs import RunConfig
-
     batch, dim, length, negatives, width = size
     return RunConfig(
         methods="serial,serial(4)",
@@ -231,8 +226,6 @@ def _stages_by_rate() -> dict[str, list[str]]:
 
 def _line(samples: Sequence[StageSample]) -> tuple[float, dict[str, float]]:
     """Seconds per unit, shared by the stages, and fixed seconds of each: relative least squares, none below 0."""
-    from scipy.optimize import nnls
-
     stages = sorted({s.stage for s in samples})
     if not samples:
         return 0.0, {}

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from nestpipe.config import DataConfig, ModelConfig, RunConfig
+from nestpipe.methods import find_method
 from nestpipe.simulator.calibrate.measure import CalibrateConfig, measured_workload
 from nestpipe.simulator.cost import Cluster
 from nestpipe.simulator.hardware import Hardware
-from nestpipe.simulator.methods import SimulatedMethod
-from nestpipe.simulator.step_times import simulate_steps
-
-if TYPE_CHECKING:
-    from nestpipe.training.runs import RunConfig
+from nestpipe.simulator.step_times import method_seconds, simulate_steps
+from nestpipe.training.runs import run
 
 METHODS = ("serial", "dbp-only", "fwp-only", "nestpipe")
 
@@ -33,9 +31,6 @@ class Case:
     micro_batches: int
 
     def run_config(self, config: CalibrateConfig) -> RunConfig:
-        from nestpipe.config import DataConfig, ModelConfig
-        from nestpipe.training.runs import RunConfig
-
         return RunConfig(
             methods=",".join(METHODS),
             workers=config.workers,
@@ -59,7 +54,7 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class Check:
+class Comparison:
     """One method on one case: step predicted (simulated) and measured (median; half the interquartile range), ms."""
 
     workers: int
@@ -74,40 +69,37 @@ class Check:
         return (self.predicted_ms / self.measured_ms - 1) * 100
 
 
-def predict(
-    case: Case, hardware: Hardware, config: CalibrateConfig, known: Mapping[str, SimulatedMethod]
-) -> list[float]:
+def predict(case: Case, hardware: Hardware, config: CalibrateConfig) -> list[float]:
     """Predicted steps of METHODS, ms, from ``hardware`` and the keys that the router counts; nothing is run."""
-    asked = case.run_config(config)
-    workload = measured_workload(asked, (case.micro_batches,))
+    n = case.micro_batches
+    workload = measured_workload(case.run_config(config), (n,))
     cluster = Cluster(hardware, config.workers)
-    return [
-        float(simulate_steps(known[name], cluster, workload, case.micro_batches).mean("step").mean())
-        for name in METHODS
-    ]
+    steps = []
+    for name in METHODS:
+        method = find_method(name)
+        stages = method_seconds(method, cluster, workload, n)
+        steps.append(float(simulate_steps(method, cluster, stages, n).mean("step").mean()))
+    return steps
 
 
-def validate(
+def predict_and_measure(
     hardware: Hardware,
     config: CalibrateConfig,
-    known: Mapping[str, SimulatedMethod],
     cases: Sequence[Case] = CASES,
     progress: Callable[[str], None] = lambda text: None,
-) -> list[Check]:
+) -> list[Comparison]:
     """Predict first, then run, each case. Raises as ``calibrate``."""
-    from nestpipe.training.runs import run
-
     checks = []
     for number, case in enumerate(cases, start=1):
         progress(f"case {number} of {len(cases)}: {case}")
-        predicted = predict(case, hardware, config, known)
-        runs = {r.record.method: r.record for r in run(replace(case.run_config(config)))}
+        predicted = predict(case, hardware, config)
+        runs = {r.record.method: r.record for r in run(case.run_config(config))}
         for name, ms in zip(METHODS, predicted, strict=True):
             steps = runs[name].metrics["step_ms"]
             low, high = np.percentile(steps, [25, 75])
-            checks.append(Check(config.workers, case, name, ms, float(np.median(steps)), float(high - low) / 2))
+            checks.append(Comparison(config.workers, case, name, ms, float(np.median(steps)), float(high - low) / 2))
     return checks
 
 
-def mean_error_pct(checks: Sequence[Check]) -> float:
+def mean_error_pct(checks: Sequence[Comparison]) -> float:
     return float(np.mean([abs(check.error_pct) for check in checks]))

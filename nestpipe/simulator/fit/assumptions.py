@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nestpipe.simulator.cost import Cluster, stage_seconds
-from nestpipe.simulator.methods import SimulatedMethod
+from nestpipe.methods import Method
+from nestpipe.simulator.cost import cluster_of, stage_seconds
 from nestpipe.simulator.reference import Reference, reference_hardware
-from nestpipe.simulator.step_times import steady_steps
+from nestpipe.simulator.step_times import steady_account
 from nestpipe.simulator.workload import Workload
 
 #: name -> (what is assumed, how it is known).
@@ -48,7 +48,7 @@ class Assumption:
 
 
 def assumptions(
-    reference: Reference, workload: Workload, methods: Mapping[str, SimulatedMethod], workers: int = 1536
+    reference: Reference, workload: Workload, methods: Mapping[str, Method], workers: int = 1536
 ) -> list[Assumption]:
     """How the step of ``methods`` on ``workers`` workers moves, one assumption at a time."""
     base = _steps(reference, workload, methods, workers)
@@ -72,14 +72,11 @@ def _changed(reference: Reference, workload: Workload, name: str, value: float) 
     return replace(reference, **{name: changed}), workload
 
 
-def _steps(
-    reference: Reference, workload: Workload, methods: Mapping[str, SimulatedMethod], workers: int
-) -> dict[str, float]:
+def _steps(reference: Reference, workload: Workload, methods: Mapping[str, Method], workers: int) -> dict[str, float]:
     hardware = reference_hardware("assumption", reference, workload)
     steps = {}
     for name, method in methods.items():
-        cluster = Cluster(hardware, workers, reference.groups if method.grouped else 1)
-        n = method.micro_batches or reference.micro_batches
-        stages = stage_seconds(cluster, workload, n)
-        steps[name] = float(steady_steps(method, reference.micro_batches, [stages])["step"][0])
+        n = method.micro_batches_of(reference.micro_batches)
+        stages = stage_seconds(cluster_of(method, hardware, workers, reference.groups), workload, n)
+        steps[name] = float(steady_account(method, n, [stages])["step"][0])
     return steps

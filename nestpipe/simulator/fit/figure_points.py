@@ -9,21 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nestpipe.simulator.cost import Cluster, stage_seconds
-from nestpipe.simulator.fit.least_squares import Row
-from nestpipe.simulator.key_statistics import load_statistics
-from nestpipe.simulator.methods import SimulatedMethod
+from nestpipe.methods import Method
+from nestpipe.simulator.cost import Cluster, cluster_of, stage_seconds
+from nestpipe.simulator.fit.least_squares import PublishedNumber
+from nestpipe.simulator.key_statistics import unclustered
 from nestpipe.simulator.profile import Profile, load_profile, resized
 from nestpipe.simulator.reference import reference_hardware
-from nestpipe.simulator.step_times import steady_steps
-from nestpipe.simulator.workload import Workload
+from nestpipe.simulator.step_times import steady_account
 
 NPU, GPU = "npu-1536-industrial", "gpu-128-kuairand"
 
 
 @dataclass(frozen=True)
 class NotePoint:
-    """A published point (mark N) beside the simulated one, in ``unit``. ``remark``: why they differ, if known."""
+    """A published point (mark N) and the simulated one, in ``unit``. ``remark``: why they differ, if known."""
 
     figure: str
     method: str
@@ -51,7 +50,7 @@ class SweepPoint:
 
 def micro_batch_sweep(
     profile: Profile,
-    method: SimulatedMethod,
+    method: Method,
     workers: int,
     clustering: bool = True,
     micro_batch_ms: float | None = None,
@@ -72,16 +71,11 @@ def micro_batch_sweep(
     points = []
     for size in sizes:
         n = workload.batch_size // size
-        times = steady_steps(method, n, [stage_seconds(Cluster(hardware, workers), workload, n)])
+        times = steady_account(method, n, [stage_seconds(Cluster(hardware, workers), workload, n)])
         step, exposed, total = (float(times[k][0]) for k in ("step", "exposed_communication", "communication"))
         whole = whole or total
         points.append(SweepPoint(size, step, exposed, total, exposed / total * 100, exposed / whole * 100))
     return points
-
-
-def unclustered(workload: Workload) -> Workload:
-    """The same workload with the key repetition between micro-batches that the router measured without clustering."""
-    return replace(workload, keys=replace(workload.keys, duplication=load_statistics("kuairand27k").duplication))
 
 
 _REMARKS = {
@@ -101,29 +95,28 @@ _REMARKS = {
 }
 
 
-def note_points(rows: Sequence[Row], methods: Mapping[str, SimulatedMethod]) -> list[NotePoint]:
+def note_points(rows: Sequence[PublishedNumber], methods: Mapping[str, Method]) -> list[NotePoint]:
     """Every published note that the simulator has a number for. ``methods`` by paper name."""
     profiles = {"NPU": load_profile(NPU), "GPU": load_profile(GPU)}
     points = []
     for row in rows:
-        if getattr(row, "mark", "N") != "N" or row.method not in methods or row.metric.startswith(("metric", "max_")):
+        if row.mark != "N" or row.method not in methods or row.metric.startswith(("metric", "max_")):
             continue
-        setting, unit = getattr(row, "setting", ""), getattr(row, "unit", "")
         simulated = _simulated(row, profiles[row.cluster], methods)
-        where = (row.where, row.method, row.workers, setting, row.metric)
-        points.append(NotePoint(*where, row.value, simulated, unit, _remark(row, setting)))
+        place = (row.where, row.method, row.workers, row.setting, row.metric)
+        points.append(NotePoint(*place, row.value, simulated, row.unit, _remark(row)))
     return points
 
 
-def _remark(row: Row, setting: str) -> str:
+def _remark(row: PublishedNumber) -> str:
     for (metric, key), text in _REMARKS.items():
-        if metric == row.metric and (key == row.workers or (isinstance(key, str) and key in setting)):
+        if metric == row.metric and (key == row.workers or (isinstance(key, str) and key in row.setting)):
             return text
     return ""
 
 
-def _simulated(row: Row, profile: Profile, methods: Mapping[str, SimulatedMethod]) -> float:
-    setting = dict(pair.split("=") for pair in getattr(row, "setting", "").split())
+def _simulated(row: PublishedNumber, profile: Profile, methods: Mapping[str, Method]) -> float:
+    setting = dict(pair.split("=") for pair in row.setting.split())
     workload = resized(profile.workload, sequence_length=int(setting.get("sequence_length", 0)) or None)
     n = workload.batch_size // int(setting.get("micro_batch", 64))
     if setting.get("clustering") == "off":
@@ -131,9 +124,9 @@ def _simulated(row: Row, profile: Profile, methods: Mapping[str, SimulatedMethod
 
     def times(name: str) -> dict[str, float]:
         method = methods[name]
-        cluster = Cluster(profile.hardware, row.workers, profile.groups if method.grouped else 1)
-        stages = stage_seconds(cluster, workload, method.micro_batches or n)
-        return {key: float(ms[0]) for key, ms in steady_steps(method, n, [stages]).items()}
+        cluster = cluster_of(method, profile.hardware, row.workers, profile.groups)
+        stages = stage_seconds(cluster, workload, method.micro_batches_of(n))
+        return {key: float(ms[0]) for key, ms in steady_account(method, n, [stages]).items()}
 
     mine = times(row.method)
     exposed = mine["exposed_communication"]

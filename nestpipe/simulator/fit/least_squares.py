@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from scipy.optimize import least_squares
 
-from nestpipe.simulator.cost import Cluster, stage_seconds
-from nestpipe.simulator.methods import SimulatedMethod
+from nestpipe.methods import Method
+from nestpipe.simulator.cost import cluster_of, stage_seconds
 from nestpipe.simulator.reference import Reference, reference_hardware
-from nestpipe.simulator.step_times import steady_steps
+from nestpipe.simulator.step_times import steady_account
 from nestpipe.simulator.workload import Workload
 
 #: Fitted, in the order of the parameter vector, with the values that the search starts from.
@@ -44,7 +45,7 @@ PARTS = {
 }
 
 
-class Row(Protocol):
+class PublishedNumber(Protocol):
     """A published number; see ``results.published``."""
 
     @property
@@ -59,6 +60,12 @@ class Row(Protocol):
     def metric(self) -> str: ...
     @property
     def value(self) -> float: ...
+    @property
+    def setting(self) -> str: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def mark(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,8 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A published step time beside the predicted one, ms."""
+class FittedStep:
+    """A published step time and the predicted one, ms."""
 
     method: str
     workers: int
@@ -90,7 +97,7 @@ class Cell:
 class Errors:
     """``cells`` with the mean and the largest of their absolute errors, percent."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[FittedStep, ...]
 
     @property
     def mean_pct(self) -> float:
@@ -117,13 +124,13 @@ class Fitted:
 Predict = Callable[[Sequence[Reference], Sequence[Target]], np.ndarray]
 
 
-def step_targets(rows: Sequence[Row], cluster: str = "NPU") -> list[Target]:
+def step_targets(rows: Sequence[PublishedNumber], cluster: str = "NPU") -> list[Target]:
     """The 22 step times that the tables imply."""
     found = [r for r in rows if r.cluster == cluster and r.metric == "step_from_qps"]
     return [Target(r.method, r.workers, "step", r.value, r.value) for r in found]
 
 
-def table_two(rows: Sequence[Row], parts: Sequence[str], cluster: str = "NPU") -> list[Target]:
+def table_two(rows: Sequence[PublishedNumber], parts: Sequence[str], cluster: str = "NPU") -> list[Target]:
     """Table II: latency (``step``), ``lookup`` and ``comm`` of four methods."""
     names = {"step_latency": "step", "lookup": "lookup", "comm": "comm"}
     found = [r for r in rows if r.cluster == cluster and r.where == "II" and r.metric in names]
@@ -135,7 +142,7 @@ def table_two(rows: Sequence[Row], parts: Sequence[str], cluster: str = "NPU") -
     ]
 
 
-def table_four(rows: Sequence[Row], cluster: str = "NPU") -> list[Target]:
+def table_four(rows: Sequence[PublishedNumber], cluster: str = "NPU") -> list[Target]:
     """Table IV: total communication of the NestPipe methods, hidden or not, and what NestPipe+2D-SP exposes."""
     step = {(t.method, t.workers): t.value for t in step_targets(rows, cluster)}
     wanted = {("NestPipe", "total_comm"), ("NestPipe+2D-SP", "total_comm"), ("NestPipe+2D-SP", "exposed_comm")}
@@ -145,7 +152,7 @@ def table_four(rows: Sequence[Row], cluster: str = "NPU") -> list[Target]:
     ]
 
 
-def predictor(workload: Workload, methods: Mapping[str, SimulatedMethod]) -> Predict:
+def predictor(workload: Workload, methods: Mapping[str, Method]) -> Predict:
     """Milliseconds [references, targets] by way of the methods' schedules (``methods`` by paper name)."""
 
     def predict(references: Sequence[Reference], targets: Sequence[Target]) -> np.ndarray:
@@ -158,13 +165,11 @@ def predictor(workload: Workload, methods: Mapping[str, SimulatedMethod]) -> Pre
             method = methods[name]
             scales = list(dict.fromkeys(targets[i].workers for i in places))
             stages = [
-                stage_seconds(
-                    Cluster(h, n, r.groups if method.grouped else 1), workload, method.micro_batches or micro_batches
-                )
+                stage_seconds(cluster_of(method, h, n, r.groups), workload, method.micro_batches_of(micro_batches))
                 for h, r in zip(hardware, references, strict=True)
                 for n in scales
             ]
-            times = steady_steps(method, micro_batches, stages)
+            times = steady_account(method, micro_batches, stages)
             for i in places:
                 ms = sum(times[part] for part in PARTS[targets[i].part])
                 result[:, i] = np.reshape(ms, (len(references), len(scales)))[:, scales.index(targets[i].workers)]
@@ -179,9 +184,7 @@ def fit(
     fixed: Mapping[str, float] | None = None,
     start: Reference | None = None,
 ) -> Fitted:
-    """Least squares over FREE (without those in ``fixed``, which are held), from ``start`` on. Needs scipy."""
-    from scipy.optimize import least_squares
-
+    """Least squares over FREE (without those in ``fixed``, which are held), from ``start`` on."""
     held: dict[str, Any] = dict(fixed or {})
     names = [name for name in FREE if name not in held]
     scale = np.array([FREE[name] for name in names])
@@ -209,6 +212,8 @@ def fit(
 
 
 def compare(predict: Predict, reference: Reference, targets: Sequence[Target]) -> Errors:
-    """Predicted beside published step times."""
+    """Predicted and published step times."""
     times = predict([reference], targets)[0]
-    return Errors(tuple(Cell(t.method, t.workers, t.value, float(ms)) for t, ms in zip(targets, times, strict=True)))
+    return Errors(
+        tuple(FittedStep(t.method, t.workers, t.value, float(ms)) for t, ms in zip(targets, times, strict=True))
+    )

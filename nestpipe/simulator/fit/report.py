@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from nestpipe.methods import Method
 from nestpipe.simulator.fit.least_squares import (
     CHOSEN_BY_LOOKING,
     FREE,
     Errors,
     Fitted,
-    Row,
+    PublishedNumber,
     compare,
     fit,
     predictor,
@@ -21,7 +22,6 @@ from nestpipe.simulator.fit.least_squares import (
     table_four,
     table_two,
 )
-from nestpipe.simulator.methods import SimulatedMethod
 from nestpipe.simulator.reference import Reference
 from nestpipe.simulator.workload import Workload
 
@@ -148,13 +148,13 @@ def variance(fitted: Fitted) -> float:
 
 
 def full_fit(
-    rows: Sequence[Row], workload: Workload, methods: Mapping[str, SimulatedMethod], profiles: bool = True
+    rows: Sequence[PublishedNumber], workload: Workload, methods: Mapping[str, Method], try_other_values: bool = True
 ) -> Report:
-    """Every fit and comparison of ``nestpipe fit``. ``methods`` by paper name; ``profiles``: fit again for TRIED.
+    """Every fit and comparison of ``nestpipe fit``. ``methods`` by paper name.
 
     In sample: 22 step times, Tables II and IV. Held-out methods: learns TorchRec, UniEmb and Table II,
     predicts the other step times but those whose latency Table II prints. Held-out scales: learns the
-    smallest, 512 and the largest, predicts those between.
+    smallest, 512 and the largest, predicts those between. ``try_other_values``: fit again for TRIED.
     """
     predict = predictor(workload, methods)
     steps = step_targets(rows)
@@ -171,7 +171,7 @@ def full_fit(
     by_scale = fit(predict, [t for t in steps if t.workers in ends] + parts)
 
     chosen = []
-    for name, values in TRIED.items() if profiles else ():
+    for name, values in TRIED.items() if try_other_values else ():
         tried = []
         for value in values:
             again = fit(predict, steps + parts, {name: value}, best.reference)
