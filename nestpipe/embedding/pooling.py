@@ -31,14 +31,14 @@ class PooledEmbeddings(nn.Module):
     """An injected embedding module, pooled: maps the sparse features to [samples, dim] by name.
 
     ``pooling``: ``sum`` or ``mean`` by feature. ``weights``: names, in the mapping that ``forward`` is given
-    beside the features, of jagged float32 weights by feature. Raises ValueError for another pooling.
+    next to the features, of jagged float32 weights by feature. Raises ValueError for another pooling.
     """
 
     def __init__(self, embeddings: nn.Module, pooling: Mapping[str, str]) -> None:
         super().__init__()
         for feature, how in pooling.items():
             if how not in POOLINGS:
-                raise ValueError(f"feature '{feature}': pooling '{how}' is none of {', '.join(POOLINGS)}")
+                raise ValueError(f"feature '{feature}': pooling '{how}' is not one of {', '.join(POOLINGS)}")
         self.embeddings = embeddings
         self.pooling = dict(pooling)
 

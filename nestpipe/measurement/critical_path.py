@@ -38,8 +38,8 @@ class Stretch:
     """One step back of every interval that the walk has not finished yet; float64 seconds, int64 indices.
 
     ``interval``: index in ``IdleIntervals``; ``cause``: the operation that explains the stretch. Back from where the
-    walk was: ``unexplained``, in which nothing known was running; ``running``, in which the cause was; ``skew``, in which
-    it waited for the last rank to enter.
+    walk was: ``unexplained``, in which nothing known was running; ``running``, in which the cause was; ``skew``, in
+    which it waited for the last rank to enter.
     """
 
     interval: np.ndarray
