@@ -11,12 +11,16 @@ from nestpipe.schedule.operations import Op, Ref, Schedule
 INSIDE = (("A", "B"),)
 
 
-def violations(spans: Sequence[Span], schedule: Schedule, sometimes: str = "") -> list[str]:
+def violations(
+    spans: Sequence[Span], schedule: Schedule, sometimes: str = "", stopped: bool = False, clock_ns: int = 0
+) -> list[str]:
     """Sentences on what one rank's ``spans`` show and ``schedule`` does not allow; empty if it allows the run.
 
     Every operation of every batch must have been seen, on its declared lane, must begin after the end of what it
     is declared to wait for, and must begin after its predecessor on the lane began. A span may be a piece of an
-    operation. ``sometimes``: stages that a batch may lack (2D-SP's D, with an interval above 1).
+    operation. ``sometimes``: stages that a batch may lack (2D-SP's D, with an interval above 1). ``stopped``: the
+    run stopped before its data ended, so steps after that of the last O need not be whole. ``clock_ns``: times
+    may be wrong by as much. Batches are counted from the first one seen.
     """
     seen: dict[Ref, tuple[int, int]] = {}
     lanes: dict[Ref, str] = {}
@@ -25,12 +29,15 @@ def violations(spans: Sequence[Span], schedule: Schedule, sometimes: str = "") -
         start, end = seen.get(ref, (s.start, s.end))
         seen[ref] = (min(start, s.start), max(end, s.end))
         lanes[ref] = s.lane
-    batches = 1 + max((ref.batch for ref in seen), default=-1)
+    batches = {ref.batch for ref in seen} or {0}
+    first = min(batches)
+    last_step = max((ref.batch for ref in seen if ref.stage == "O"), default=-1)
     texts = []
     last: dict[str, Op] = {}
-    for op in schedule.unroll(batches):
+    for op in (op.shifted(first) for op in schedule.unroll(max(batches) - first + 1)):
         if op.ref not in seen:
-            if op.ref.stage not in sometimes:
+            in_time = not stopped or op.ref.batch - schedule.places[op.ref.in_step()].offset <= last_step
+            if in_time and op.ref.stage not in sometimes:
                 texts.append(f"{op.ref} is declared and was not seen")
             continue
         start, _ = seen[op.ref]
@@ -39,10 +46,10 @@ def violations(spans: Sequence[Span], schedule: Schedule, sometimes: str = "") -
         for awaited in op.after:
             began, ended = seen.get(awaited, (start, start))
             done = began if (op.ref.stage, awaited.stage) in INSIDE else ended
-            if done > start:
+            if done > start + clock_ns:
                 texts.append(f"{op.ref} began before {awaited} had ended, which it is declared to wait for")
         previous = last.get(op.lane)
-        if previous is not None and seen[previous.ref][0] > start:
+        if previous is not None and seen[previous.ref][0] > start + clock_ns:
             texts.append(f"{op.ref} began before {previous.ref}, which comes before it on lane {op.lane}")
         last[op.lane] = op
     texts += [f"{ref} was seen and is not declared" for ref in seen if ref.in_step() not in schedule.places]

@@ -11,12 +11,19 @@ from typing import Annotated
 
 import tyro
 
+from nestpipe.checker.observed_run import violations
+from nestpipe.checker.requirements import lanes_without_waiting
 from nestpipe.checker.rules import check
 from nestpipe.drawing.text_grid import grid
+from nestpipe.measurement.trace import spans_of_perfetto
 from nestpipe.methods import Method, MethodOptions, UnknownMethod, find_method, method_from_file
+from nestpipe.schedule.building import folded
 from nestpipe.schedule.operations import MAX_MICRO_BATCHES, Schedule
 from nestpipe.schedule.stages import STAGES
 from nestpipe.schedule.text import to_text
+
+#: A trace keeps times in floating point: they may be off by a few nanoseconds.
+_CLOCK_NS = 10
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,10 @@ class ScheduleCommand:
     """Print the text form instead: edges and state, one operation a line; it can be edited and read back."""
     priced: bool = False
     """The schedule that the cost model times, and why, if that is not the method's own."""
+    trace: Path | None = None
+    """Say whether a recorded run, a file of `nestpipe run --trace`, followed the schedule: exit 0, or exit 1."""
     all: bool = False
-    """With --check: every problem instead of the first ten."""
+    """With --check or --trace: every problem instead of the first ten."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,52 +53,85 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"--micro-batches must be at least 1, not {command.micro_batches}")
     if command.micro_batches > MAX_MICRO_BATCHES:
         raise ValueError(f"--micro-batches must be at most {MAX_MICRO_BATCHES}, not {command.micro_batches}")
+    if command.trace is not None:
+        return _compare_with_trace(command, command.trace)
     method = _find(command.method, command.options)
-    template = method.schedule(command.micro_batches)
+    schedule = method.schedule(command.micro_batches)
     if command.priced:
-        template = method.priced_schedule(command.micro_batches)
+        schedule = method.priced_schedule(command.micro_batches)
         if method.priced_as is not None:
             print(f"# {method.priced_as.reason}")
     if command.text:
-        print(to_text(template), end="")
+        print(to_text(schedule), end="")
         return 0
     if not command.check:
         columns = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
-        picture = grid(template, columns)  # before any line is printed: a schedule with a deadlock has none
+        picture = grid(schedule, columns)  # before any line is printed: a schedule with a deadlock has none
         print(
-            f"{template.name}: one step t, N = {template.micro_batches}; R+1: for batch t+1, E.2: micro-batch 2 of t."
+            f"{schedule.name}: one step t, N = {schedule.micro_batches}; R+1: for batch t+1, E.2: micro-batch 2 of t."
         )
         print("Time in made-up units; dots: compute idle; '<': began in the step before.\n")
         print(picture)
-        letters = dict.fromkeys(op.ref.stage for op in template.ops)
+        letters = dict.fromkeys(op.ref.stage for op in schedule.ops)
         print("\n" + "  ".join(f"{letter} {STAGES[letter].title}" for letter in letters))
         return 0
-    problems = check(template)
+    problems = check(schedule)
     if not problems:
         print(
-            f"{template.name}: synchronous. No race, no deadlock, every read sees every earlier update, in one order."
+            f"{schedule.name}: synchronous. No race, no deadlock, every read sees every earlier update, in one order."
         )
         return 0
-    print(f"{template.name}: NOT plain synchronous training, {len(problems)} problem{'s' * (len(problems) > 1)}:")
-    shown = problems if command.all else problems[:10]
-    for hint in _hints(template):
+    print(f"{schedule.name}: NOT plain synchronous training, {len(problems)} problem{'s' * (len(problems) > 1)}:")
+    for hint in _hints(schedule):
         print(f"  {hint}")
-    for problem in shown:
-        print(f"  {problem}")
-    if len(shown) < len(problems):
-        print(f"  ... and {len(problems) - len(shown)} more (--all shows them)")
+    _print_some(problems, command.all)
     return 1
 
 
-def _hints(template: Schedule) -> list[str]:
+def _compare_with_trace(command: ScheduleCommand, path: Path) -> int:
+    try:
+        ranks = spans_of_perfetto(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"--trace {path}: cannot be read: {error}") from None
+    if not any(span.stage == "O" for rank in ranks for span in rank):
+        raise ValueError(f"--trace {path}: there is no whole step in it")
+    micro_batches = max(span.micro for rank in ranks for span in rank)
+    schedule = _find(command.method, command.options).schedule(micro_batches)
+    groups = command.options.replica_groups if schedule.replicated else 1
+    # The engine runs no lane that would wait for nobody; a foreign pipeline has the lanes that it declares.
+    folded_lanes = folded(schedule, lanes_without_waiting(len(ranks) // groups, len(ranks)))
+    sometimes = "D" if command.options.sync_interval > 1 else ""
+    sometimes += "EG" if len(ranks) == groups else ""  # one rank a group: TorchRec exchanges nothing
+    texts = []
+    for rank, spans in enumerate(ranks):
+        wrong = [violations(spans, s, sometimes, stopped=True, clock_ns=_CLOCK_NS) for s in (schedule, folded_lanes)]
+        texts += [f"rank {rank}: {text}" for text in min(wrong, key=len)]
+    steps = len({span.batch for rank in ranks for span in rank if span.stage == "O"})
+    if not texts:
+        print(f"{schedule.name}: the run followed the schedule, {steps} steps on {len(ranks)} ranks.")
+        return 0
+    print(f"{schedule.name}: the run did NOT follow the schedule, {len(texts)} times in {steps} steps:")
+    _print_some(texts, command.all)
+    return 1
+
+
+def _print_some(lines: Sequence[object], every: bool) -> None:
+    shown = lines if every else lines[:10]
+    for line in shown:
+        print(f"  {line}")
+    if len(shown) < len(lines):
+        print(f"  ... and {len(lines) - len(shown)} more (--all shows them)")
+
+
+def _hints(schedule: Schedule) -> list[str]:
     """What lies behind many problems at once."""
-    there = {op.ref.stage for op in template.ops}
+    there = {op.ref.stage for op in schedule.ops}
     hints = [
         f"there is no {letter} ({stage.title}), which every step needs"
         for letter, stage in STAGES.items()
         if stage.required == "always" and letter not in there
     ]
-    if len(template.ops) > 1 and not any(op.after for op in template.ops):
+    if len(schedule.ops) > 1 and not any(op.after for op in schedule.ops):
         hints.append(
             "no operation waits for another: a line 'derive edges' adds the waits that reads and writes ask for"
         )

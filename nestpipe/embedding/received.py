@@ -12,7 +12,7 @@ from nestpipe.data.tables import TableConfig
 
 
 class ReceivedEmbeddings(nn.Module):
-    """Stands where a torchrec ``EmbeddingCollection`` would: maps the sparse features to ``Jagged`` rows by name.
+    """Takes the place of a torchrec ``EmbeddingCollection``: maps the sparse features to ``Jagged`` rows by name.
 
     The engine sets the micro-batch's rows before the forward pass; embedding happens by position,
     so the keys that the model passes are not looked at again.

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nestpipe.checker.requirements import lanes_without_waiting, require_runnable
 from nestpipe.data.batch import Batch
 from nestpipe.embedding.host_table import host_table, resharded_rows, shard_layout
 from nestpipe.embedding.memory import HOST, Memory
@@ -15,7 +16,6 @@ from nestpipe.embedding.sparse_optimizers import state_width
 from nestpipe.engine.dense_part import DensePart
 from nestpipe.engine.exchanges import open_exchanges
 from nestpipe.engine.lanes import LaneStopped, MakeLanes, OneAtATime
-from nestpipe.engine.requirements import lanes_without_waiting, require_runnable
 from nestpipe.engine.stage_functions import StageFunctions
 from nestpipe.engine.thread_lanes import ThreadLanes
 from nestpipe.measurement.trace import Span

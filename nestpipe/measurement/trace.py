@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nestpipe.schedule.building import parse_ref
 from nestpipe.schedule.operations import Op, Ref
 from nestpipe.schedule.order import predecessors
 from nestpipe.schedule.stages import STAGES
@@ -166,6 +167,26 @@ def perfetto(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
                 events.append(event)
             rank += 1
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def spans_of_perfetto(text: str) -> list[list[Span]]:
+    """Per rank the spans of a trace that ``perfetto_json`` wrote, in nanoseconds from its beginning.
+
+    Raises ValueError for any other text.
+    """
+    try:
+        events = json.loads(text)["traceEvents"]
+        lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        ranks: dict[int, list[Span]] = {}
+        for event in events:
+            if event["ph"] == "X":
+                ref = parse_ref(event["name"])
+                end = round((event["ts"] + event["dur"]) * 1e3)
+                span = Span(*ref, lanes[event["pid"], event["tid"]], round(event["ts"] * 1e3), end)
+                ranks.setdefault(event["pid"], []).append(span)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"it is not a trace of 'nestpipe run --trace' ({type(error).__name__}: {error})") from None
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def perfetto_json(timelines: Sequence[Timeline], title: str) -> str:

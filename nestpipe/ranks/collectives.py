@@ -76,7 +76,7 @@ class Exchange:
         return torch.stack(gathered)
 
     def close(self) -> None:
-        """Collective where a group exists: no rank may leave while another still talks to it."""
+        """Collective if there is a group: no rank may leave while another still talks to it."""
         if self.group is not None and dist.is_initialized():
             dist.barrier(group=self.group)
             dist.destroy_process_group(self.group)

@@ -120,7 +120,7 @@ class Schedule:
 
     @cached_property
     def averages_replicas(self) -> bool:
-        """Whether each group updates its replica alone and D averages them; else D sums gradients before U."""
+        """Whether each group updates its own replica and D averages them; else D sums gradients before U."""
         return any(op.ref.stage == "D" and "accumulator" not in op.writes for op in self.ops)
 
     def unroll(self, batches: int) -> list[Op]:
