@@ -21,7 +21,7 @@ from nestpipe.data.text_blocks import BLOCK_BYTES, BadRows, Block, blocks
 
 #: The columns that are read: who, what, when (milliseconds since 1970).
 USED = ("user_id", "video_id", "time_ms")
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 _UNUSUAL = np.ones(256, dtype=bool)
 _UNUSUAL[np.frombuffer(b"0123456789,-\n", dtype=np.uint8)] = False
 
@@ -108,7 +108,7 @@ def _fast(block: Block, columns: Sequence[str]) -> tuple[np.ndarray, np.ndarray,
     if table.num_rows != block.lines:
         return None
     users, videos, times = (column.to_numpy() for column in table.columns)
-    sound = all(column.min() >= 0 and column.max() < 10**_MOST_DIGITS for column in (users, videos, times))
+    sound = all(column.min() >= 0 and column.max() < 10**_MAX_DIGITS for column in (users, videos, times))
     return (users, videos, times) if sound else None
 
 
@@ -151,7 +151,7 @@ def _complaint(fields: Sequence[str], columns: Sequence[str]) -> str:
         field = fields[columns.index(name)]
         if not re.fullmatch(r"-?[0-9]+", field, re.ASCII):
             return f"{name} {field[:40]!r} is not a whole number"
-        if len(field.lstrip("-0")) > _MOST_DIGITS:
+        if len(field.lstrip("-0")) > _MAX_DIGITS:
             return f"{name} {field[:40]} is too large"
         if int(field) < 0:
             return f"{name} {field} is negative"

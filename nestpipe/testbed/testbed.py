@@ -45,8 +45,8 @@ __all__ = [
 SUBNET = "10.77.0"
 MAX_HOSTS = 250
 RATE_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-LEAST_RATE, MOST_RATE = 1e3, 1e12
-MOST_DELAY_S = 10.0
+MIN_RATE, MAX_RATE = 1e3, 1e12
+MAX_DELAY_S = 10.0
 DELAY_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -233,7 +233,7 @@ def parse_rate(text: str) -> float:
     if match is None or float(match[1]) == 0:
         raise ValueError(f"rate {text!r}: write a number with kbit, mbit or gbit, e.g. 200mbit, or none")
     rate_bit_s = float(match[1]) * RATE_UNITS[match[2]]
-    if not LEAST_RATE <= rate_bit_s <= MOST_RATE:
+    if not MIN_RATE <= rate_bit_s <= MAX_RATE:
         raise ValueError(f"rate {text!r}: write one from 1kbit to 1000gbit, or none")
     return rate_bit_s
 
@@ -246,8 +246,8 @@ def parse_delay(text: str) -> float:
     if match is None:
         raise ValueError(f"delay {text!r}: write a number with us, ms or s, e.g. 1ms")
     delay_s = float(match[1]) * DELAY_UNITS[match[2]]
-    if delay_s > MOST_DELAY_S:
-        raise ValueError(f"delay {text!r}: write at most {MOST_DELAY_S:g}s; ranks give up on a slower link")
+    if delay_s > MAX_DELAY_S:
+        raise ValueError(f"delay {text!r}: write at most {MAX_DELAY_S:g}s; ranks give up on a slower link")
     return delay_s
 
 
