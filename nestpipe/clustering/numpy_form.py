@@ -74,7 +74,7 @@ class Parts:
         for sample, keys in enumerate(self.keys_of):
             holders, own = self.holders[keys], self.part[sample]
             self.near[sample] = (holders > 0).sum(0)
-            self.near[sample, own] -= (holders[:, own] == 1).sum()  # keys that it alone holds there
+            self.near[sample, own] -= (holders[:, own] == 1).sum()  # keys that nobody else holds there
 
     def _exchange(self, tries: int) -> int:
         """One pass over the samples: each changes places with the best partner, if that saves keys. How many did."""
@@ -134,5 +134,5 @@ class Parts:
         unheld = self._holders_of(keys[others == 0])
         np.add.at(self.near, (unheld[unheld != sample], part), by)
         held_once = self._holders_of(keys[others == 1])
-        alone = held_once[(held_once != sample) & (self.part[held_once] == part)]
-        np.add.at(self.near, (alone, part), by)
+        holder = held_once[(held_once != sample) & (self.part[held_once] == part)]
+        np.add.at(self.near, (holder, part), by)

@@ -4,7 +4,7 @@ A testbed is written as text, "loopback" or "netns:200mbit,1ms" (rate of each ho
 delay between hosts). The second needs Linux, root, iproute2 and a C compiler. Each host is a network namespace
 with interface eth0, 10.77.0.(host + 1); hosts meet at a bridge. tc's htb sets the rate; the delay is made by
 ``switch.c``, since not every kernel has netem. That process holds the (nameless) namespaces and ends with its
-owner, so the kernel removes a testbed however its owner ended, and any number may exist side by side.
+owner, so the kernel removes a testbed however its owner ended, and any number may exist at the same time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DELAY_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclasses.dataclass
 class Testbed:
-    """A testbed; ``up`` makes it, ``down`` removes it, as a context manager it stands for the block.
+    """A testbed; ``up`` makes it, ``down`` removes it, as a context manager it exists for the duration of the block.
 
     rate_bit_s: rate of each host's link in each direction, bit/s; 0: not limited. delay_s: one-way delay
     between two hosts, seconds. hosts: number of hosts, 0: one per worker; more workers than hosts share them
@@ -97,7 +97,7 @@ class Testbed:
             self._make(hosts, owned=True)
 
     def down(self) -> None:
-        """Remove the testbed; nothing happens where it is not up."""
+        """Remove the testbed; nothing happens if it is not up."""
         if self._switch is None:
             return
         if self._switch.stdin is not None:
