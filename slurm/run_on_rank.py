@@ -117,7 +117,7 @@ def join(job: Any, timeout_s: float) -> None:
 
 
 def testbed_name(job: Any) -> str:
-    """How the record calls where it ran: links of a cluster are not those of one machine."""
+    """The name of the place in the record: links of a cluster are not those of one machine."""
     return f"slurm:{job.num_nodes}x{job.num_tasks // job.num_nodes}" if job.cluster == "slurm" else "loopback"
 
 

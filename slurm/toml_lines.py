@@ -17,7 +17,7 @@ class GridError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """``tables``: what the file says. ``lines``: where each key stands, by (table, index in its array, key)."""
+    """``tables``: what the file says. ``lines``: the line of each key, by (table, index in its array, key)."""
 
     path: Path
     tables: Mapping[str, Any]

@@ -2,10 +2,10 @@
 
     python tools/kill_and_resume.py --kills 20 --writes 5 --out counts.json
 
-A run is `nestpipe run` with checkpoints; SIGKILL goes to the launcher, whose ranks end with it. A chain of runs goes
-on with --resume until it has reached its last step; chains repeat until enough kills have landed. A kill counts as
-inside a write where it left a half-written checkpoint behind. Losses must be those of the run never killed: bit for
-bit on this engine, to 1e-6 for TorchRec and 2D-SP.
+A run is ``nestpipe run`` with checkpoints; SIGKILL goes to the launcher, whose ranks end with it. A chain of runs is
+resumed until it has reached its last step; chains repeat until enough kills have landed. A kill counts as inside a
+write if it left a half-written checkpoint behind. Losses must be those of the run that was never killed: bit for bit
+on this engine, to 1e-6 for TorchRec and 2D-SP.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZE += "--sequence-length 10 --micro-batches 3 --pace-dense 3 --sync-interval 3
 class Counts:
     """Of one family: kills at random, kills inside a write, chains run to their end, largest difference of a loss.
 
-    ``crashes``: runs that a library ended by itself; they are gone on from like killed ones.
+    ``crashes``: runs that a library ended by itself; they are resumed like killed ones.
     """
 
     kills: int = 0
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="outside a write, per family")
     parser.add_argument("--writes", type=int, default=5, help="inside a write, per family")
     parser.add_argument("--steps", type=int, default=60, help="of each method")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of the moments at which runs are killed")
     parser.add_argument("--out", type=Path, help="write the counts here as JSON")
     options = parser.parse_args()
     counts = {}

@@ -79,7 +79,7 @@ def table_configs(collections: Mapping[str, nn.Module]) -> tuple[TableConfig, ..
         dims = ", ".join(f"{table.name} {table.dim}" for table in tables)
         raise ValueError(
             f"tables of unequal dims cannot share the dual buffer yet: {dims}; give all the largest embedding_dim, and "
-            "narrow what comes out by a Linear where the model needs it"
+            "narrow what comes out by a Linear if the model needs it"
         )
     return tuple(tables)
 

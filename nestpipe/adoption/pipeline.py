@@ -96,7 +96,7 @@ class NestPipeline:
     ``nestpipe methods`` lists and the engine runs. ``reduction``: the loss is the mean of its samples, their sum,
     or one value each (``none``). ``clustering``: see ``nestpipe.clustering``. ``check``: look at the first batch.
 
-    Tables start from the collections' weights, or, where those are on the meta device, from torchrec's default
+    Tables start from the collections' weights, or, if those are on the meta device, from torchrec's default
     range, a function of (seed, table, row). The first ``progress`` is collective and builds the engine.
     Raises NotSeparable, BatchError, or ValueError for what cannot be adopted: tables of unequal dims (pad them,
     or let all have the largest), rows that are not float32, no collection at all.

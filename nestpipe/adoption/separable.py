@@ -52,6 +52,6 @@ def require_separable_loss(loss_sum: Callable[[nn.Module, Batch], Tensor], model
     if abs(whole - halves) > _TOLERANCE * max(abs(whole), 1e-6):
         raise NotSeparable(
             f"the loss of a batch ({whole:.6g}) is not the sum over its micro-batches ({halves:.6g}): in-batch "
-            "negatives, or a mean that does not divide by the number of samples? State reduction='sum' or 'none' where "
-            "the loss is no mean; otherwise train with micro_batches=1"
+            "negatives, or a mean that does not divide by the number of samples? State reduction='sum' or 'none' if "
+            "the loss is not a mean; otherwise train with micro_batches=1"
         )

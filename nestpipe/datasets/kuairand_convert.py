@@ -31,7 +31,7 @@ from nestpipe.machine.progress import Advance, progress
 #: Changes when the converted form does.
 FORMAT = 1
 _BUCKET_BYTES = 160 << 20  # of CSV text: about two million rows
-_MOST_BUCKETS = 512
+_MAX_BUCKETS = 512
 _BITMAP_IDS = 1 << 28  # ids below are noted in a byte each, larger ones in sorted lists
 _ROW = np.dtype([("user", "<i8"), ("video", "<i8"), ("time", "<i8")])
 
@@ -61,7 +61,7 @@ def _convert(files: Sequence[Path], folder: Path, skip: bool) -> None:
     total = sum(_size(file) for file in files)
     bad = BadRows(skip, DataError)
     with progress("reading logs", total) as advance:
-        rows, seen = _deal_out(files, folder, max(1, min(_MOST_BUCKETS, -(-total // _BUCKET_BYTES))), bad, advance)
+        rows, seen = _deal_out(files, folder, max(1, min(_MAX_BUCKETS, -(-total // _BUCKET_BYTES))), bad, advance)
     if not rows:
         what = f"none of {bad.count} rows is usable: {bad.examples[0]}" if bad.count else "there is no row"
         raise DataError(f"{files[0].parent}: {what}; expected KuaiRand's log_standard*.csv")

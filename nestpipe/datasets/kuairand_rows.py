@@ -1,6 +1,6 @@
 """The rows of a KuaiRand log: who was shown which video when, from CSV text, strictly and fast.
 
-A block whose bytes are digits, commas, signs and line feeds alone goes through pyarrow's CSV reader. A block with
+A block whose bytes are only digits, commas, signs and line feeds goes through pyarrow's CSV reader. A block with
 anything else, or that does not come out as one sound row per line, is read line by line by Python's, to the same
 rules: a row has as many fields as the header; user, video and time are whole numbers of at most 18 digits (leading
 zeros aside), not negative, in quotes or not. The other columns are not looked at.
@@ -21,7 +21,7 @@ from nestpipe.data.text_blocks import BLOCK_BYTES, BadRows, Block, blocks
 
 #: The columns that are read: who, what, when (milliseconds since 1970).
 USED = ("user_id", "video_id", "time_ms")
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 _UNUSUAL = np.ones(256, dtype=bool)
 _UNUSUAL[np.frombuffer(b"0123456789,-\n", dtype=np.uint8)] = False
 
@@ -83,7 +83,7 @@ def _rows(path: Path, block: Block, columns: Sequence[str], bad: BadRows) -> Log
 
 
 def _fast(block: Block, columns: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """The three columns, or None where any line is not plainly good."""
+    """The three columns, or None if any line is not plainly good."""
     import pyarrow.csv  # a large package that only this data set needs
 
     if not block.text:
@@ -108,7 +108,7 @@ def _fast(block: Block, columns: Sequence[str]) -> tuple[np.ndarray, np.ndarray,
     if table.num_rows != block.lines:
         return None
     users, videos, times = (column.to_numpy() for column in table.columns)
-    sound = all(column.min() >= 0 and column.max() < 10**_MOST_DIGITS for column in (users, videos, times))
+    sound = all(column.min() >= 0 and column.max() < 10**_MAX_DIGITS for column in (users, videos, times))
     return (users, videos, times) if sound else None
 
 
@@ -142,7 +142,7 @@ def _fields(line: bytes) -> tuple[list[str], str]:
 
 
 def _complaint(fields: Sequence[str], columns: Sequence[str]) -> str:
-    """What is wrong with a row; nothing where it is good."""
+    """What is wrong with a row; nothing if it is good."""
     if list(fields) == list(columns):
         return "a second header"
     if len(fields) != len(columns):
@@ -151,7 +151,7 @@ def _complaint(fields: Sequence[str], columns: Sequence[str]) -> str:
         field = fields[columns.index(name)]
         if not re.fullmatch(r"-?[0-9]+", field, re.ASCII):
             return f"{name} {field[:40]!r} is not a whole number"
-        if len(field.lstrip("-0")) > _MOST_DIGITS:
+        if len(field.lstrip("-0")) > _MAX_DIGITS:
             return f"{name} {field[:40]} is too large"
         if int(field) < 0:
             return f"{name} {field} is negative"

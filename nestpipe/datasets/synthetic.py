@@ -39,7 +39,7 @@ def synthetic_histories(config: DataConfig, seed: int) -> Histories:
     usual = max(2, round(27_285 * config.data_scale**0.5))
     items = max(64, round(32_038_693 * config.data_scale))
     users = config.users or usual
-    lengths = _history_lengths(users, config.data_scale**0.5 * usual / users, seed)
+    lengths = history_lengths(users, config.data_scale**0.5 * usual / users, seed)
     read = _reader(items, config.interest_clusters, lengths, seed)
     test_items, _ = read(np.arange(users), lengths - 1, np.ones(users, dtype=np.int64))
     return Histories(items=items, lengths=lengths - 1, test_items=test_items, read=read)
@@ -49,7 +49,7 @@ def _resource(name: str) -> str:
     return (files("nestpipe.datasets") / "kuairand27k" / name).read_text(encoding="utf-8")
 
 
-def _history_lengths(users: int, scale: float, seed: int) -> np.ndarray:
+def history_lengths(users: int, scale: float, seed: int) -> np.ndarray:
     """int64 [users], at least 1: the percentiles' inverse, log-linear between them, at evenly spread ranks."""
     percentiles = json.loads(_resource("statistics.json"))["interactions_per_user_percentiles"]
     ranks, values = np.array([float(k) for k in percentiles]), np.array(list(percentiles.values()))
@@ -59,7 +59,7 @@ def _history_lengths(users: int, scale: float, seed: int) -> np.ndarray:
     return np.maximum(1, np.round(shuffled * scale)).astype(np.int64)
 
 
-def _exposures(items: int) -> np.ndarray:
+def video_exposures(items: int) -> np.ndarray:
     """float64 [items], ascending: the exposure histogram's quantiles at evenly spread ranks."""
     table = json.loads(_resource("video_exposures.json"))
     exposures, ends = np.array(table["exposures"]), np.cumsum(table["videos"])
@@ -72,7 +72,7 @@ def _reader(items: int, clusters: int, lengths: np.ndarray, seed: int) -> Reader
     cluster = np.sort(rng.integers(0, clusters, items))
     rank = rng.permutation(items)
     rank = rank[np.lexsort((rank, cluster))]
-    mass = np.concatenate([[0.0], np.cumsum(_exposures(items)[rank])])
+    mass = np.concatenate([[0.0], np.cumsum(video_exposures(items)[rank])])
     edges = np.searchsorted(cluster, np.arange(clusters + 1))
     ids = rng.permutation(items)  # popularity must not follow the id, or row-wise sharding would be skewed
 

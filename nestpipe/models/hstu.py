@@ -21,7 +21,7 @@ TIME_BUCKETS = 32  # of log2 seconds: the last begins at 2**31 s, 68 years
 
 
 def padded_index(lengths: Tensor, longest: int, total: int) -> Tensor:
-    """int64 [samples, longest]: where each position lies in the flat values; ``total`` where there is none."""
+    """int64 [samples, longest]: the place of each position in the flat values; ``total`` if there is none."""
     steps = torch.arange(longest, device=lengths.device)
     starts = lengths.cumsum(0) - lengths
     return torch.where(steps < lengths[:, None], starts[:, None] + steps, total)

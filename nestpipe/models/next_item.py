@@ -36,7 +36,7 @@ class NextItem(nn.Module):
         self.leave = nn.Identity() if dim == width else nn.Linear(width, dim)
 
     def forward(self, embedded: Mapping[str, Any], batch: Batch) -> Tensor:
-        """float32 [samples]: mean over a history's targets of the sampled softmax loss; 0 where it has no target.
+        """float32 [samples]: mean over a history's targets of the sampled softmax loss; 0 if it has no target.
 
         ``embedded``: features ``history`` and ``negatives``, each with ``values()`` [total, dim] and ``lengths()``.
         Negatives that are the target itself (accidental hits) do not count.

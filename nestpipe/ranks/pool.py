@@ -162,7 +162,7 @@ class RankPool:
                 pass_fds=(theirs.fileno(), store_fd, stack_fd),
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C reaches the launcher alone, and a rank's own children die with it
+                process_group=0,  # Ctrl-C reaches only the launcher, and a rank's own children die with it
             )
         return RankProcess(rank, process, ours, stack_fd, os.pidfd_open(process.pid))
 

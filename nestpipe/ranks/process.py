@@ -33,7 +33,7 @@ class RankFailure:
 
     rank: int
     what: str
-    details: str  # traceback or stacks, "" where there is none
+    details: str  # traceback or stacks, "" if there is none
     when_ns: int
 
     @property

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 @dataclasses.dataclass(frozen=True)
 class RankPlace:
-    """Where a rank stands: global rank, number of ranks, rank on its host."""
+    """A rank's place: global rank, number of ranks, rank on its host."""
 
     rank: int
     world_size: int
@@ -32,7 +32,7 @@ def join_process_group(backend: str | None = None, timeout_s: float = 1800.0) ->
     """Join ``torch.distributed`` from the environment of torchrun or Slurm and set one intra-op thread.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID,
-    SLURM_JOB_NODELIST and SLURM_JOB_ID in their place. ``backend`` defaults to gloo, with NCCL for CUDA tensors where
+    SLURM_JOB_NODELIST and SLURM_JOB_ID in their place. ``backend`` defaults to gloo, with NCCL for CUDA tensors if
     there is one. Raises RuntimeError that names the missing variables.
     """
 

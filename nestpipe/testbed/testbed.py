@@ -4,7 +4,7 @@ A testbed is written as text, "loopback" or "netns:200mbit,1ms" (rate of each ho
 delay between hosts). The second needs Linux, root, iproute2 and a C compiler. Each host is a network namespace
 with interface eth0, 10.77.0.(host + 1); hosts meet at a bridge. tc's htb sets the rate; the delay is made by
 ``switch.c``, since not every kernel has netem. That process holds the (nameless) namespaces and ends with its
-owner, so the kernel removes a testbed however its owner ended, and any number may exist side by side.
+owner, so the kernel removes a testbed however its owner ended, and any number may exist at the same time.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ __all__ = [
 SUBNET = "10.77.0"
 MAX_HOSTS = 250
 RATE_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-LEAST_RATE, MOST_RATE = 1e3, 1e12
-MOST_DELAY_S = 10.0
+MIN_RATE, MAX_RATE = 1e3, 1e12
+MAX_DELAY_S = 10.0
 DELAY_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclasses.dataclass
 class Testbed:
-    """A testbed; ``up`` makes it, ``down`` removes it, as a context manager it stands for the block.
+    """A testbed; ``up`` makes it, ``down`` removes it, as a context manager it exists for the duration of the block.
 
     rate_bit_s: rate of each host's link in each direction, bit/s; 0: not limited. delay_s: one-way delay
     between two hosts, seconds. hosts: number of hosts, 0: one per worker; more workers than hosts share them
@@ -97,7 +97,7 @@ class Testbed:
             self._make(hosts, owned=True)
 
     def down(self) -> None:
-        """Remove the testbed; nothing happens where it is not up."""
+        """Remove the testbed; nothing happens if it is not up."""
         if self._switch is None:
             return
         if self._switch.stdin is not None:
@@ -233,7 +233,7 @@ def parse_rate(text: str) -> float:
     if match is None or float(match[1]) == 0:
         raise ValueError(f"rate {text!r}: write a number with kbit, mbit or gbit, e.g. 200mbit, or none")
     rate_bit_s = float(match[1]) * RATE_UNITS[match[2]]
-    if not LEAST_RATE <= rate_bit_s <= MOST_RATE:
+    if not MIN_RATE <= rate_bit_s <= MAX_RATE:
         raise ValueError(f"rate {text!r}: write one from 1kbit to 1000gbit, or none")
     return rate_bit_s
 
@@ -246,8 +246,8 @@ def parse_delay(text: str) -> float:
     if match is None:
         raise ValueError(f"delay {text!r}: write a number with us, ms or s, e.g. 1ms")
     delay_s = float(match[1]) * DELAY_UNITS[match[2]]
-    if delay_s > MOST_DELAY_S:
-        raise ValueError(f"delay {text!r}: write at most {MOST_DELAY_S:g}s; ranks give up on a slower link")
+    if delay_s > MAX_DELAY_S:
+        raise ValueError(f"delay {text!r}: write at most {MAX_DELAY_S:g}s; ranks give up on a slower link")
     return delay_s
 
 

@@ -67,16 +67,15 @@ def test_a_user_without_a_home_gets_the_slower_form(monkeypatch):
         assert library.__wrapped__(SOURCE) is None
 
 
-def test_dense_batches_get_a_second_start(monkeypatch):
+def test_dense_batches_get_a_second_start():
     """Every sample holds 25 of 60 keys: more than 12 samples per key."""
     rng = np.random.default_rng(3)
     keys, offsets = pins([[list(rng.permutation(60)[:25]) for _ in range(64)]])
     both = cluster(keys, offsets, 16)
     assert np.array_equal(both, cluster(keys, offsets, 16, native=False))
     alone = []
-    for start in (0.5, 1.0):
-        monkeypatch.setattr("nestpipe.clustering.clustering._STARTS", (start,))
-        alone.append(distinct_keys(keys, offsets, cluster(keys, offsets, 16)))
+    for penalty in (0.5, 1.0):
+        alone.append(distinct_keys(keys, offsets, cluster(keys, offsets, 16, penalties=(penalty,))))
     assert distinct_keys(keys, offsets, both) == min(alone) and alone[0] != alone[1]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.datasets.loader import load_dataset
-from nestpipe.datasets.synthetic import _exposures, _history_lengths
+from nestpipe.datasets.synthetic import history_lengths, video_exposures
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def test_items_and_interactions_follow_the_scale(whole):
     dataset, items, _ = whole
     assert dataset.items == 32_039
     assert len(items) == pytest.approx(322_278, rel=0.1)
-    lengths = _history_lengths(27_285, 1.0, seed=1)
+    lengths = history_lengths(27_285, 1.0, seed=1)
     assert np.median(lengths) == pytest.approx(8_594, rel=0.01)
     assert np.percentile(lengths, 90) == pytest.approx(24_587, rel=0.01)
 
@@ -36,7 +36,7 @@ def test_popularity_is_as_skewed_as_the_real_one(whole):
     dataset, items, _ = whole
     counts = np.sort(np.bincount(items, minlength=dataset.items))[::-1]
     assert counts[: dataset.items // 100].sum() / counts.sum() == pytest.approx(0.441, abs=0.03)
-    real = np.sort(_exposures(dataset.items))[::-1]
+    real = np.sort(video_exposures(dataset.items))[::-1]
     assert real[: dataset.items // 100].sum() / real.sum() == pytest.approx(0.441, abs=0.02)
     assert real.sum() / dataset.items == pytest.approx(322_278_385 / 32_038_693, rel=0.02)
 

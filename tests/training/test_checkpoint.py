@@ -225,28 +225,26 @@ def test_nothing_executes_on_load(pool2, tmp_path, monkeypatch) -> None:
 def save_into(folder: str, rank_that_cannot: int) -> str:
     import torch.distributed as dist
 
-    from nestpipe.training import checkpoint as module
-
     run = Run("serial")
-    trainer, results, write = run.trainer(), [], module._write
+    trainer, results, write = run.trainer(), [], torch.save
     try:
         iterator = iter(batches(6))
         for step in range(5):
             results.append(trainer.progress(iterator))
             if step == 4 and dist.get_rank() == rank_that_cannot:
-                module._write = full_disk
+                torch.save = full_disk
             if step < 4:
                 checkpoints(folder, run).save(trainer, results)
         with pytest.raises(CheckpointError) as error:
             checkpoints(folder, run).save(trainer, results)
         return str(error.value)
     finally:
-        module._write = write
+        torch.save = write
         trainer.close()
 
 
-def full_disk(path, state):
-    path.write_bytes(b"half")
+def full_disk(state, file):
+    file.write(b"half")
     raise OSError(28, "No space left on device")
 
 
