@@ -88,11 +88,11 @@ def exact_form(groups: int, overlap: bool):
     """On a rank: the exact NestPipe+2D-SP or the list of its serial form, one at a time, and replicas' equality."""
     import torch.distributed as dist
 
-    from nestpipe.engine.engine import Engine
+    from nestpipe.engine.engine import Engine, make_lanes
     from tests.support.method_runs import SEED, SPEC, adam, batches, weights
 
     template = nestpipe_two_d_sp_exact(3) if overlap else without_marks(unpipelined_two_d_sp(3))
-    engine = Engine(template, SPEC, RULES["rowwise_adagrad"], adam, SEED, overlap, replica_groups=groups)
+    engine = Engine(template, SPEC, RULES["rowwise_adagrad"], adam, SEED, make_lanes(overlap), replica_groups=groups)
     try:
         outcome, iterator = Outcome(), iter(batches(8, known=False))
         while True:

@@ -66,6 +66,8 @@ def commands(text: str) -> list[str]:
 TEXTS = [(ROOT / name).read_text() for name in DOCUMENTS]
 COMMANDS = sorted({command for text in TEXTS for command in commands(text)})
 OPTIONS = sorted({code for text in TEXTS for code in inline_code(text) if re.match(r"--\w[\w-]*( |$)", code)})
+#: Options that are refused without another.
+NEEDS = {"--resume": ("--checkpoint", "folder")}
 #: Options of other programs, and the one that ends every command.
 FOREIGN_OPTIONS = ("--help", "--kill-on-bad-exit", "--index-url", "--extra-index-url")
 
@@ -154,6 +156,7 @@ def test_commands_can_be_typed_as_they_are(command):
 @pytest.mark.parametrize("options", [code for code in OPTIONS if code.split()[0] not in FOREIGN_OPTIONS])
 def test_options_are_those_of_a_command(options):
     words = [PLACEHOLDERS.get(word, word) for word in shlex.split(options.split("|")[0])]
+    words = [*NEEDS.get(words[0], ()), *words]
     of_suites = f'"{words[0]}"' in (ROOT / "suites" / "conftest.py").read_text()
     assert of_suites or any(not _option_problem([*first, *words]) for first in COMMAND_WORDS)
 

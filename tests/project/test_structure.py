@@ -14,17 +14,18 @@ from tests.support.paths import ROOT
 
 #: The rooms from the ground up. A room imports from its own floor only itself, and otherwise from lower floors.
 FLOORS = (
-    ("nestpipe", "nestpipe.machine", "nestpipe.schedule", "nestpipe.data"),
-    ("nestpipe.config", "nestpipe.measurement", "nestpipe.testbed", "nestpipe.clustering", "nestpipe.cli"),
-    ("nestpipe.checker", "nestpipe.ranks", "nestpipe.datasets", "nestpipe.trainer", "nestpipe.schedule_text"),
-    ("nestpipe.launch", "nestpipe.embedding", "nestpipe.models", "results"),
-    ("nestpipe.engine", "baselines.torchrec", "baselines.uniemb", "baselines.two_d_sp"),
-    ("nestpipe.methods", "results.frames"),
-    ("baselines.registry", "nestpipe.simulator", "nestpipe.adoption"),
-    ("nestpipe.simulator.fit", "nestpipe.drawing", "nestpipe.training"),
-    ("nestpipe.simulator.calibrate", "results.experiments", "slurm"),
-    ("results.tables", "results.figures", "results.report"),
-    ("nestpipe.commands", "suites"),
+    ("nestpipe", "nestpipe.machine", "nestpipe.schedule"),
+    ("nestpipe.data", "nestpipe.measurement", "nestpipe.testbed", "nestpipe.cli", "nestpipe.schedule_text"),
+    ("nestpipe.config", "nestpipe.checker", "nestpipe.clustering", "nestpipe.ranks", "nestpipe.trainer"),
+    ("nestpipe.datasets", "nestpipe.embedding", "nestpipe.models", "nestpipe.launch", "results"),
+    ("nestpipe.engine", "baselines.torchrec", "baselines.uniemb", "results.frames"),
+    ("nestpipe.methods",),
+    ("nestpipe.simulator", "nestpipe.training", "nestpipe.adoption", "baselines.two_d_sp"),
+    ("nestpipe.simulator.fit", "nestpipe.simulator.calibrate", "nestpipe.drawing", "baselines.registry", "slurm"),
+    ("results.experiments",),
+    ("results.tables", "results.report"),
+    ("results.figures", "nestpipe.commands"),
+    ("suites",),
 )
 MAX_LINES = 330
 MAX_LATE = 25

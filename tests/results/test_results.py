@@ -281,12 +281,12 @@ def test_commands_of_the_plan_parse(monkeypatch):
     from nestpipe.commands import simulate as simulate_command
 
     seen = []
-    monkeypatch.setattr(run_command, "validate", lambda config: seen.append(config))
+    monkeypatch.setattr(run_command, "methods_of", lambda config: seen.append(config))
     monkeypatch.setattr(run_command, "_run_with_progress", lambda *_: [])
     monkeypatch.setattr(run_command, "_table", lambda *_: "")
     monkeypatch.setattr(run_command, "_remarks", lambda *_: [])
     monkeypatch.setattr(run_command, "require_writable_folder", lambda *_: None)
-    monkeypatch.setattr(simulate_command, "simulate", lambda config, _: seen.append(config) or [])
+    monkeypatch.setattr(simulate_command, "simulate", lambda config: seen.append(config) or [])
     wanted = [run for name in ("two-hosts", "sizes") for run in find_part(name, Options()).runs]
     for config in wanted:
         program, _, *words = shlex.split(command(config, "x"))

@@ -263,7 +263,6 @@ def test_a_job_of_an_executor_that_this_version_lacks_counts_as_lost(slurm, swee
     assert counts(point_states(sweep)) == "8 points: 7 pending, 1 lost"
 
 
-@pytest.mark.xfail(reason="slurm.grid reads the registry of methods, which imports torch", strict=False)
 def test_submitting_watching_and_cancelling_import_no_torch():
     """Login nodes are slow, and a pickled job must not need torch before its flag is up."""
     code = "import sys, slurm.sweep, slurm.status, slurm.job; sys.exit('torch' in sys.modules)"
