@@ -9,16 +9,12 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
-import numpy as np
 
-from nestpipe.drawing.text_grid import step_by_step
-from nestpipe.schedule.operations import Schedule
+from nestpipe.drawing.steady_step import steady_step
+from nestpipe.schedule.operations import Op, Schedule
 from nestpipe.schedule.stages import STAGES
 from nestpipe.schedule.templates import nestpipe, serial
-from nestpipe.simulator.virtual_lanes import virtual_timeline
 
-#: Made-up times of a whole batch; micro-batches share those of E, F, B and G.
-UNITS = {"P": 6, "H": 3, "K": 5, "R": 14, "W": 8, "S": 1, "E": 10, "F": 14, "B": 28, "G": 10, "A": 3, "U": 2, "O": 1}
 COLOURS = {
     "dense": "#3b6fb6",
     "update": "#7b5ea7",
@@ -36,14 +32,13 @@ NAMES = {
     "dense_sync": "dense AllReduce (A)",
 }
 LANES = ("input", "copy", "keys", "rows", "all2all", "compute", "allreduce")
-BATCH = 8  # the batch whose step is shown: far from the first
 
 
 def step_picture(path: Path) -> None:
     """One step of serial above one step of NestPipe, on one time axis."""
     plt.rcParams.update({"svg.hashsalt": "nestpipe", "svg.fonttype": "none", "font.family": "sans-serif"})
     figure, panels = plt.subplots(2, 1, figsize=(9.6, 5.4), sharex=True, facecolor="white")
-    for panel, template, title in zip(
+    for panel, schedule, title in zip(
         panels,
         (serial(), nestpipe(4)),
         (
@@ -52,7 +47,7 @@ def step_picture(path: Path) -> None:
         ),
         strict=True,
     ):
-        _draw(panel, template, title)
+        _draw(panel, schedule, title)
     panels[1].set_xlabel("time, in made-up units: both panels give the same time to the same work", fontsize=9)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in NAMES]
     figure.legend(handles, NAMES.values(), loc="lower center", ncols=2, frameon=False, fontsize=8)
@@ -62,27 +57,18 @@ def step_picture(path: Path) -> None:
     plt.close(figure)
 
 
-def _draw(panel: plt.Axes, template: Schedule, title: str) -> None:
-    ops = step_by_step(template).unroll(2 * BATCH)
-    share = [template.micro_batches if STAGES[op.ref.stage].per_micro_batch else 1 for op in ops]
-    units = np.array([[UNITS[op.ref.stage] / n] for op, n in zip(ops, share, strict=True)], dtype=float)
-    timeline = virtual_timeline(ops, units)
-    start, end = timeline.start[:, 0], timeline.end[:, 0]
-    compute = [i for i, op in enumerate(ops) if op.lane == "compute"]
-    low, high = (max(end[i] for i in compute if ops[i].ref.batch == batch) for batch in (BATCH - 1, BATCH))
-    for i, op in enumerate(ops):
-        if end[i] <= low or start[i] >= high or start[i] == end[i]:
-            continue
-        begin, width = max(start[i], low) - low, min(end[i], high) - max(start[i], low)
-        colour = COLOURS[STAGES[op.ref.stage].category]
-        y = LANES.index(op.lane)
-        mine = op.ref.batch == BATCH
-        panel.barh(y, width, left=begin, height=0.78, color=colour, alpha=1.0 if mine else 0.55, edgecolor="white")
-        if width > 2.2:
-            name = op.ref._replace(batch=op.ref.batch - BATCH).relative()
-            panel.text(begin + width / 2, y, name, ha="center", va="center", fontsize=7, color="white")
-    panel.axvline(high - low, color="#333333", linewidth=1)
-    panel.text(high - low + 0.5, len(LANES) - 1, "end of step", fontsize=8, va="center", color="#333333")
+def _draw(panel: plt.Axes, schedule: Schedule, title: str) -> None:
+    step = steady_step(schedule, lambda op: _units(op, schedule.micro_batches))
+    for span in step.spans:
+        begin, end = max(span.start, 0.0), min(span.end, step.length)
+        colour = COLOURS[STAGES[span.stage].category]
+        y = LANES.index(span.lane)
+        alpha = 1.0 if span.batch == 0 else 0.55
+        panel.barh(y, end - begin, left=begin, height=0.78, color=colour, alpha=alpha, edgecolor="white")
+        if end - begin > 2.2:
+            panel.text((begin + end) / 2, y, span.name, ha="center", va="center", fontsize=7, color="white")
+    panel.axvline(step.length, color="#333333", linewidth=1)
+    panel.text(step.length + 0.5, len(LANES) - 1, "end of step", fontsize=8, va="center", color="#333333")
     panel.set_yticks(range(len(LANES)), LANES, fontsize=8)
     panel.set_ylim(len(LANES) - 0.5, -0.5)
     panel.set_xlim(0, 110)
@@ -91,6 +77,11 @@ def _draw(panel: plt.Axes, template: Schedule, title: str) -> None:
     for side in ("top", "right", "bottom", "left"):
         panel.spines[side].set_visible(False)
     panel.tick_params(length=0)
+
+
+def _units(op: Op, micro_batches: int) -> float:
+    """Micro-batches share the time of a whole batch."""
+    return op.stage.units / (micro_batches if op.stage.per_micro_batch else 1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a TorchRec user has already: torchrec's DLRM, its loss, batches and, for TorchRec, a sharding plan."""
+"""What a TorchRec user already has: torchrec's DLRM, its loss, batches and, for TorchRec, a sharding plan."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from criteo import DENSE_FEATURES, FEATURES, criteo_batches, criteo_tables
 from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
@@ -19,8 +20,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from baselines.torchrec.sharding import FUSED, shards
-from nestpipe.data.keyed_jagged import to_keyed_jagged_tensor
-from nestpipe.datasets.criteo import DENSE_FEATURES, FEATURES, criteo_batches, criteo_tables
+from nestpipe.data.keyed_jagged import keyed_jagged_tensor
 from nestpipe.trainer import SparseOptimizer
 
 DIM, ROWS = 16, 2000
@@ -49,7 +49,7 @@ def dlrm() -> DLRMTrain:
 def criteo(rank: int, world: int, batches: int, batch_size: int = 64) -> Iterator[Batch]:
     """Torchrec batches of the Criteo-like stream, keys folded to ``ROWS`` rows."""
     for batch in criteo_batches(batch_size, 1, rank, world, batches, most_values=2):
-        sparse = to_keyed_jagged_tensor({f: batch.sparse[f] for f in FEATURES})
+        sparse = keyed_jagged_tensor({f: batch.sparse[f] for f in FEATURES})
         sparse.values().remainder_(ROWS)
         yield Batch(batch.extra["dense"], sparse, batch.extra["label"].int())
 
@@ -69,7 +69,7 @@ def sharded_bags(model: nn.Module) -> ShardedEmbeddingBagCollection:
 def sharded(model: nn.Module, optimizer: SparseOptimizer) -> DistributedModelParallel:
     """``model`` under DistributedModelParallel: tables row-wise, the fused kernel, which a CPU must be told.
 
-    Sharding draws the tables anew; here they keep ``model``'s weights, so that both examples start alike.
+    Sharding draws the tables again; here they keep ``model``'s weights, so that both examples start alike.
     """
     start = {name: bag.weight.detach().clone() for name, bag in bags_of(model).embedding_bags.items()}
     fused = {"optimizer": FUSED[optimizer.name], "learning_rate": optimizer.lr, "eps": optimizer.eps}

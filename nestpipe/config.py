@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nestpipe.schedule.operations import MOST_MICRO_BATCHES
+from nestpipe.schedule.operations import MAX_MICRO_BATCHES
 from nestpipe.testbed.testbed import parse_testbed
 
 #: Part of a paced dense time (see models/pacing.py) that is forward.
@@ -35,7 +35,7 @@ MAX_SIZES = {
 
 #: The largest whole number that an option takes.
 MAX_OPTION = 2**31 - 1
-MAX_OPTIONS = {"--workers": 8192, "--micro-batches": MOST_MICRO_BATCHES}
+MAX_OPTIONS = {"--workers": 8192, "--micro-batches": MAX_MICRO_BATCHES}
 #: The longest wait in one piece, which is counted in milliseconds as a C int.
 MAX_TIMEOUT_S = 2_000_000
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from nestpipe.config import ConfigError, RunConfig
 from nestpipe.schedule.frozen_window import fwp_only
-from nestpipe.schedule.operations import MOST_MICRO_BATCHES, Schedule
+from nestpipe.schedule.operations import MAX_MICRO_BATCHES, Schedule
 from nestpipe.schedule.templates import dbp_only, nestpipe, serial
 from nestpipe.schedule.text import load
 
@@ -150,11 +150,11 @@ def engine_trainer(
     overlap: bool = True,
 ) -> Trainer:
     """``make_trainer`` of a method that the engine runs. Without ``overlap`` it needs no threads."""
-    from nestpipe.engine.engine import Engine  # imports torch, which is needed for training only
+    from nestpipe.engine.engine import Engine, make_lanes  # imports torch, which only training needs
 
     groups = method.options.replica_groups if method.replicated else 1
     schedule = method.schedule(micro_batches)
-    return Engine(schedule, spec, sparse, dense, seed, overlap=overlap, replica_groups=groups)
+    return Engine(schedule, spec, sparse, dense, seed, make_lanes(overlap), replica_groups=groups)
 
 
 def scheduled_method(
@@ -217,8 +217,8 @@ def find_method(name: str) -> Method:
     if micro_batches is None:
         return method
     chosen = int(micro_batches)
-    if chosen > MOST_MICRO_BATCHES:
-        raise UnknownMethod(f"'{name}': micro-batches must be at most {MOST_MICRO_BATCHES}")
+    if chosen > MAX_MICRO_BATCHES:
+        raise UnknownMethod(f"'{name}': micro-batches must be at most {MAX_MICRO_BATCHES}")
     if chosen < 1 or not method.takes_micro_batches:
         raise UnknownMethod(f"'{name}': {method.name} cannot run {micro_batches} micro-batches")
     paper = method.paper_method if chosen == method.micro_batches_of(chosen) else None

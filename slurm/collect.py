@@ -1,14 +1,13 @@
-"""Bring results into the one record store. Reads files alone; running it again changes nothing."""
+"""Bring results into the one record store. It reads only files; running it again changes nothing."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.record import RecordError, record_from_json
 from slurm.folder import SweepError, SweepFolder
 
@@ -25,7 +24,7 @@ class Collected:
 def collect(sweep: SweepFolder, store: Path) -> Collected:
     """Copy every result into the folder ``store``, under the names that a record store gives them.
 
-    A broken result loses only itself. Raises SweepError where the store cannot be written; results stay in the sweep.
+    A broken result loses only itself. Raises SweepError if the store cannot be written; the results stay in the sweep.
     """
     new = same = 0
     bad = []
@@ -51,19 +50,8 @@ def collect(sweep: SweepFolder, store: Path) -> Collected:
 
 
 def _put(target: Path, content: bytes) -> bool:
-    """Whether ``target`` was written: whole or not at all. Not forced to disk one by one, since its source stays."""
-    try:
-        if target.read_bytes() == content:
-            return False
-    except FileNotFoundError:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    """Whether ``target`` was written: False if it has this content already."""
+    if target.is_file() and target.read_bytes() == content:
+        return False
+    write_atomically(target, content, durable=False)  # the sweep keeps the source: no need to wait for the disk
     return True

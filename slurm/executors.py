@@ -1,194 +1,161 @@
-"""How jobs reach a machine: sbatch parameters, submitit's executors, and which jobs are alive without sacct."""
+"""Where the points of a sweep run: on a Slurm cluster, on this machine, or in this process for debugging."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import re
-import shlex
-import shutil
-import subprocess
-import sys
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import submitit
-from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
+from nestpipe.ranks.sigterm import sigterm_unwinds
+from slurm import processes
 from slurm.folder import PointFolder, SweepError, SweepFolder
 from slurm.grid import Cluster, by_shape
 from slurm.job import PointJob
 from slurm.point import Point
+from slurm.sbatch import queue_states, require_slurm, scancel, submit_array
 
-Executor = Literal["slurm", "local", "debug"]
-#: Seconds after which squeue is given up: a busy controller may take a while.
-SQUEUE_S = 30.0
-
-
-def sbatch_parameters(cluster: Cluster, nodes: int, tasks: int, name: str) -> dict[str, Any]:
-    """For ``SlurmExecutor.update_parameters``: one job shape."""
-    chosen: dict[str, Any] = {
-        "job_name": name,
-        "time": cluster.time,
-        "nodes": nodes,
-        "ntasks_per_node": tasks,
-        "signal_delay_s": cluster.signal_delay_s,
-        "array_parallelism": cluster.parallelism,
-        # A rank that fails ends its job: the others may wait for it inside a collective for ever.
-        "srun_args": ["--kill-on-bad-exit=1"],
-        "additional_parameters": {"requeue": True},
-    }
-    for key in ("partition", "account", "constraint", "qos", "gpus_per_node", "cpus_per_task"):
-        if value := getattr(cluster, key):
-            chosen[key] = value
-    if cluster.mem_gb:
-        chosen["mem"] = f"{cluster.mem_gb}GB"
-    if cluster.setup:
-        chosen["setup"] = list(cluster.setup)
-    return chosen
+#: Called now and then while points run.
+Watch = Callable[[], None]
 
 
-def sbatch_text(cluster: Cluster, nodes: int, tasks: int, name: str, count: int, logs: Path) -> str:
-    """What ``submit`` would give to sbatch for ``count`` points of one shape."""
-    command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(logs))}"
-    parameters = sbatch_parameters(cluster, nodes, tasks, name)
-    return _make_sbatch_string(command, logs, map_count=count if count > 1 else None, **parameters)
+@dataclass(frozen=True)
+class JobState:
+    """A job that has not ended: it runs, or it waits for ``reason``."""
+
+    running: bool
+    reason: str = ""
+
+
+class Executor(Protocol):
+    """What every executor of a sweep's folder can do. ``submit`` writes down each point's job in the point's folder."""
+
+    def submit(self, points: Sequence[Point], name: str, cluster: Cluster, watch: Watch) -> list[str]:
+        """Start jobs called ``name`` for ``points``. The ids of the jobs that are left to themselves: none if the
+        points have run by now. Raises SweepError in one line."""
+        ...
+
+    def alive(self, jobs: Collection[str]) -> Mapping[str, JobState] | None:
+        """Those of ``jobs`` that have not ended, by id; None if that cannot be found out now."""
+        ...
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        """End ``jobs``. Raises SweepError in one line."""
+        ...
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Job arrays, one per job shape."""
+
+    sweep: SweepFolder
+
+    def submit(self, points: Sequence[Point], name: str, cluster: Cluster, watch: Watch) -> list[str]:
+        require_slurm()
+        if len({point.hash for point in points}) < len(points):
+            raise SweepError("the same point was submitted twice")
+        ids = []
+        for (nodes, tasks), group in by_shape(points, cluster).items():
+            folders = [self.sweep.point(point.hash) for point in group]
+            jobs = [point_job(folder, cluster) for folder in folders]
+            started = submit_array(jobs, cluster, nodes, tasks, name, self.sweep.logs)
+            for folder, job in zip(folders, started, strict=True):
+                folder.write_submission("slurm", job)
+            ids += started
+        return ids
+
+    def alive(self, jobs: Collection[str]) -> Mapping[str, JobState] | None:
+        found = queue_states(jobs)
+        if found is None:
+            return None
+        return {job: JobState(q.state in ("RUNNING", "COMPLETING"), q.reason) for job, q in found.items()}
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        scancel(jobs)
+
+
+@dataclass(frozen=True)
+class Local:
+    """Processes of this machine, ``parallelism`` points at a time, which end with this command."""
+
+    sweep: SweepFolder
+
+    def submit(self, points: Sequence[Point], name: str, cluster: Cluster, watch: Watch) -> list[str]:
+        """On Ctrl-C or SIGTERM the running points are ended."""
+        waiting, running = list(points), dict[str, Any]()
+        self.sweep.stop_file.unlink(missing_ok=True)
+        with sigterm_unwinds():
+            try:
+                while waiting or running:
+                    if self.sweep.stop_file.exists():
+                        raise SweepError(f"cancelled; {len(waiting)} points were not started: nestpipe sweep resume")
+                    while waiting and len(running) < cluster.parallelism:
+                        job = self._start(waiting.pop(0), cluster)
+                        running[job.job_id] = job
+                    running = {name: job for name, job in running.items() if not job.done()}
+                    watch()
+                    time.sleep(0.2)
+            finally:
+                self.cancel(list(running))
+        return []
+
+    def _start(self, point: Point, cluster: Cluster) -> Any:
+        """submitit's job, which owns the process that controls it."""
+        executor = submitit.LocalExecutor(folder=self.sweep.logs, max_num_timeout=cluster.max_timeouts)
+        gpus = {"gpus_per_node": min(cluster.gpus_per_node, point.workers)} if cluster.gpus_per_node else {}
+        executor.update_parameters(
+            timeout_min=cluster.time,
+            tasks_per_node=point.workers,
+            signal_delay_s=cluster.signal_delay_s,
+            setup=list(cluster.setup),
+            **gpus,
+        )
+        folder = self.sweep.point(point.hash)
+        job = executor.submit(point_job(folder, cluster))
+        folder.write_submission("local", job.job_id)
+        return job
+
+    def alive(self, jobs: Collection[str]) -> Mapping[str, JobState] | None:
+        return {job: JobState(running=True) for job in jobs if processes.runs(job, self.sweep.logs)}
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        processes.end(jobs, self.sweep.logs)
+
+
+@dataclass(frozen=True)
+class Debug:
+    """One point after the other, from this process; what a run raises is raised here."""
+
+    sweep: SweepFolder
+
+    def submit(self, points: Sequence[Point], name: str, cluster: Cluster, watch: Watch) -> list[str]:
+        for point in points:
+            folder = self.sweep.point(point.hash)
+            job = submitit.DebugExecutor(folder=self.sweep.logs).submit(point_job(folder, cluster))
+            folder.write_submission("debug", job.job_id)
+            # As DebugJob.results() does it, which would open pdb on an error.
+            os.environ["SUBMITIT_DEBUG_JOB_ID"] = job.job_id
+            try:
+                job.submission().result()
+            finally:
+                os.environ.pop("SUBMITIT_DEBUG_JOB_ID", None)
+        return []
+
+    def alive(self, jobs: Collection[str]) -> Mapping[str, JobState] | None:
+        return {}
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        """Nothing to do: such a job ends with the command that runs it."""
+
+
+#: By the name that ``nestpipe sweep submit --executor`` takes and that a sweep's files keep.
+EXECUTORS: Mapping[str, Callable[[SweepFolder], Executor]] = {"local": Local, "slurm": Slurm, "debug": Debug}
 
 
 def point_job(folder: PointFolder, cluster: Cluster) -> PointJob:
     return PointJob(
         str(folder.path.absolute()), cluster.time * 60.0, float(cluster.signal_delay_s), cluster.checkpoint_every
     )
-
-
-def submit_to_slurm(sweep: SweepFolder, name: str, points: Sequence[Point], cluster: Cluster) -> list[str]:
-    """One array per job shape; job ids in the order of the shapes. Raises SweepError in one line."""
-    if shutil.which("sbatch") is None or shutil.which("srun") is None:
-        raise SweepError("no sbatch here: run this on a host of the cluster, or choose --executor local")
-    if len({point.hash for point in points}) < len(points):
-        raise SweepError("a point stands twice in this submission")
-    ids = []
-    for (nodes, tasks), group in by_shape(points, cluster).items():
-        executor = SlurmExecutor(folder=sweep.logs, max_num_timeout=cluster.max_timeouts)
-        executor.update_parameters(**sbatch_parameters(cluster, nodes, tasks, name))
-        folders = [sweep.point(point.hash) for point in group]
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what sbatch says, and raises it
-                jobs = executor.submit_array([point_job(folder, cluster) for folder in folders])
-        except submitit.core.utils.FailedJobError as error:  # sbatch said no
-            raise SweepError(f"sbatch refused {len(group)} jobs: {_errors(str(error))}") from None
-        for folder, job in zip(folders, jobs, strict=True):
-            folder.write_submission("slurm", job.job_id)
-            ids.append(job.job_id)
-    return ids
-
-
-def _errors(text: str) -> str:
-    """One line of what a command of Slurm said."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    worst = [re.sub(r"^s\w+: error: ", "", line) for line in lines if re.match(r"s\w+: error: ", line)]
-    return "; ".join(worst or lines[-1:]) or "no reason given"
-
-
-def submit_to_machine(sweep: SweepFolder, point: Point, cluster: Cluster) -> Any:
-    """Start one point on this machine; submitit's job, which owns the process that controls it."""
-    executor = submitit.LocalExecutor(folder=sweep.logs, max_num_timeout=cluster.max_timeouts)
-    gpus = {"gpus_per_node": min(cluster.gpus_per_node, point.workers)} if cluster.gpus_per_node else {}
-    executor.update_parameters(
-        timeout_min=cluster.time,
-        tasks_per_node=point.workers,
-        signal_delay_s=cluster.signal_delay_s,
-        setup=list(cluster.setup),
-        **gpus,
-    )
-    folder = sweep.point(point.hash)
-    job = executor.submit(point_job(folder, cluster))
-    folder.write_submission("local", job.job_id)
-    return job
-
-
-def run_for_debugging(sweep: SweepFolder, point: Point, cluster: Cluster) -> None:
-    """Run one point now, from this process. Raises what the run raises."""
-    folder = sweep.point(point.hash)
-    job = submitit.DebugExecutor(folder=sweep.logs).submit(point_job(folder, cluster))
-    folder.write_submission("debug", job.job_id)
-    os.environ["SUBMITIT_DEBUG_JOB_ID"] = job.job_id  # as DebugJob.results() does, which would open pdb on an error
-    try:
-        job.submission().result()
-    finally:
-        os.environ.pop("SUBMITIT_DEBUG_JOB_ID", None)
-
-
-@dataclass(frozen=True)
-class QueueState:
-    """A job that Slurm still has: ``PENDING``, ``RUNNING`` ..., and why it waits."""
-
-    state: str
-    reason: str
-
-
-def alive_in_slurm(jobs: Iterable[str]) -> dict[str, QueueState] | None:
-    """Those of ``jobs`` that squeue still lists; None where Slurm cannot be asked. sacct is never needed."""
-    wanted = set(jobs)
-    if not wanted:
-        return {}
-    numbers = ",".join(sorted({job.split("_")[0] for job in wanted}))
-    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={numbers}", "--format=%i|%T|%r"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    if done.returncode and "Invalid job id" not in done.stderr:
-        return None
-    if done.returncode:  # of several ids one is forgotten: squeue may refuse them all, so ask for everything
-        command = [word for word in command if not word.startswith("--jobs")]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S)
-        except (OSError, subprocess.SubprocessError):
-            return None
-        if done.returncode:
-            return None
-    rows = (line.strip().split("|", 2) for line in done.stdout.splitlines())
-    found = {row[0]: QueueState(row[1], row[2]) for row in rows if len(row) == 3}
-    return {job: found[job] for job in wanted & set(found) if found[job].state not in ENDED}
-
-
-#: States of jobs that squeue may show for a while after their end.
-ENDED: Collection[str] = (
-    *(
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "REVOKED",
-    ),
-    *("SPECIAL_EXIT", "TIMEOUT"),
-)
-
-
-def alive_on_machine(job: str, logs: Path) -> bool:
-    """Whether a process of a local job runs: a job's id is a pid, which must still be of this sweep."""
-    try:
-        command = Path(f"/proc/{job}/cmdline").read_bytes()  # empty for a zombie
-    except OSError:
-        return False
-    return b"submitit" in command and str(logs.absolute()).encode() in command
-
-
-def cancel_in_slurm(jobs: Sequence[str]) -> None:
-    """Raises SweepError where scancel cannot be run."""
-    if not jobs:
-        return
-    try:
-        done = subprocess.run(["scancel", *jobs], capture_output=True, text=True, timeout=SQUEUE_S)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise SweepError(f"cannot run scancel: {error}") from None
-    if done.returncode:
-        raise SweepError(f"scancel: {_errors(done.stderr)}")

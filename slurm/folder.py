@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe.machine.files import write_atomically
-from nestpipe.machine.locking import only_one
+from nestpipe.machine.locking import sole_writer
 from nestpipe.measurement.record import Record, Store
 from slurm.grid import Cluster, Grid
 from slurm.point import Point, point_from_json
@@ -31,11 +31,11 @@ TOLD_TO_STOP = "told to stop"
 
 
 class SweepError(RuntimeError):
-    """A sweep cannot go on. One line: what is wrong, what to do."""
+    """A sweep cannot continue. One line: what is wrong, what to do."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, {} where there is none or it cannot be read: another version, or a disk that was full."""
+    """The object in a file, {} if there is none or it cannot be read: another version, or a disk that was full."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -91,13 +91,18 @@ class PointFolder:
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """Raises SweepError from ``settings`` where nothing was submitted yet."""
+    """Raises SweepError from ``settings`` if nothing was submitted yet."""
 
     path: Path
 
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def stop_file(self) -> Path:
+        """A file that tells a submission that runs points on this machine to stop."""
+        return self.path / "cancel"
 
     def point(self, name: str) -> PointFolder:
         return PointFolder(self.path / "points" / name)
@@ -129,7 +134,7 @@ class SweepFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One submission at a time, so that no point is submitted twice. Raises SweepError where another is at it."""
+        """One submission at a time, so that no point is submitted twice. Raises SweepError during another one."""
         busy = f"another command is submitting to {self.path}; wait for it"
-        with only_one(self.path, SweepError, "--folder", busy):
+        with sole_writer(self.path, busy=busy, option="--folder", error=SweepError):
             yield

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm.executors import QueueState, alive_in_slurm, alive_on_machine
+from slurm.executors import EXECUTORS, JobState
 from slurm.folder import TOLD_TO_STOP, PointFolder, SweepFolder
 from slurm.point import Point
 
-#: From the best to the worst; ``resume`` submits the points of RESUMABLE states anew.
+#: From the best to the worst. ``resume`` submits the points of RESUMABLE states again; the jobs of ALIVE ones may run.
 STATES = ("done", "running", "pending", "requeued", "unknown", "missing", "cancelled", "gave up", "failed", "lost")
 RESUMABLE = ("missing", "cancelled", "gave up", "failed", "lost")
+ALIVE = ("running", "pending", "requeued", "unknown")
 STDERR_LINES = 6
 #: With less room than this a job can say nothing.
 FULL_BYTES = 65536
@@ -43,14 +44,23 @@ def point_states(sweep: SweepFolder, only: Iterable[str] | None = None) -> list[
     """Of all points ever submitted, or of those with the hashes ``only``."""
     folders = sweep.points() if only is None else [sweep.point(name) for name in only]
     submissions = {folder.path.name: folder.submission for folder in folders}
-    asked = {s["job"] for f in folders if (s := submissions[f.path.name]).get("executor") == "slurm" and not f.result}
-    queue = alive_in_slurm(asked)
-    return [_state(sweep, folder, submissions[folder.path.name], queue) for folder in folders]
+    jobs: dict[str, list[str]] = {}
+    for folder in folders:
+        submission = submissions[folder.path.name]
+        if submission and not folder.result:
+            jobs.setdefault(submission["executor"], []).append(submission["job"])
+    alive = {name: EXECUTORS[name](sweep).alive(jobs[name]) for name in jobs if name in EXECUTORS}
+    states = []
+    for folder in folders:
+        submission = submissions[folder.path.name]
+        states.append(_state(sweep, folder, submission, alive.get(submission.get("executor", ""), {})))
+    return states
 
 
 def _state(
-    sweep: SweepFolder, folder: PointFolder, submission: Mapping[str, Any], queue: Mapping[str, QueueState] | None
+    sweep: SweepFolder, folder: PointFolder, submission: Mapping[str, Any], alive: Mapping[str, JobState] | None
 ) -> PointState:
+    """``alive``: the jobs of the point's executor that have not ended, None if that is unknown."""
     point, job = folder.point, submission.get("job", "")
 
     def as_state(state: str, detail: str = "", stderr: Sequence[str] = ()) -> PointState:
@@ -62,22 +72,20 @@ def _state(
         return as_state("missing")
     progress = folder.progress if folder.progress.get("job") == job else {}
     how_far = f"step {progress['step']} of {progress['of']}" if progress else ""
-    on_slurm = submission.get("executor") == "slurm"
-    waiting = queue.get(job) if queue and on_slurm else None
-    if waiting or (submission.get("executor") == "local" and alive_on_machine(job, sweep.logs)):
-        if waiting and waiting.state not in ("RUNNING", "COMPLETING"):
-            return as_state("requeued" if progress else "pending", f"{how_far} {waiting.reason}".strip())
+    if alive and job in alive:
+        if not alive[job].running:
+            return as_state("requeued" if progress else "pending", f"{how_far} {alive[job].reason}".strip())
         notes = [how_far or "starting", progress.get("note", "")]
         notes += [f"restarted {n}x" for n in [progress.get("restarts", 0)] if n]
         return as_state("running", ", ".join(filter(None, notes)))
     failures = folder.failures(job)
     stopped = (folder.path / "cancelled").exists() or progress.get("note") == TOLD_TO_STOP
-    # Ranks that are killed one after the other complain of each other: no failure where somebody stopped the job.
+    # Ranks that are killed one after the other complain of each other: no failure if somebody stopped the job.
     if failures and not (stopped and all(f.get("consequence") for f in failures)):
         first = failures[0]
         state = "gave up" if first["what"].startswith("gave up") else "failed"
         return as_state(state, f"rank {first['rank']}: {first['what']}", stderr_tail(sweep.logs, job, first["rank"]))
-    if on_slurm and queue is None:
+    if alive is None:
         return as_state("unknown", f"{how_far} squeue does not answer".strip())
     if stopped:
         return as_state("cancelled", how_far)
@@ -88,7 +96,7 @@ def _state(
 
 
 def stderr_tail(logs: Path, job: str, rank: int) -> list[str]:
-    """Last lines of a task's stderr that say something; of the batch script's where the task never started."""
+    """Last lines of a task's stderr that say something; of the batch script's if the task never started."""
     for path in (logs / f"{job}_{rank}_log.err", logs / f"{job}_0_log.err"):
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -13,7 +13,7 @@ from torch import Tensor
 from nestpipe.clustering.clustering import cluster, distinct_keys
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.tables import TableConfig
-from nestpipe.embedding.dual_buffer import DualBuffer
+from nestpipe.embedding.dual_buffer import synchronise
 from nestpipe.embedding.host_table import shard_layout
 from nestpipe.embedding.key_routing import route
 from nestpipe.embedding.retrieval_write_back import Rows, empty_rows
@@ -110,16 +110,15 @@ def test_retrieval(what, sizes, host_table, touched, bandwidth, benchmark):
 
 def test_buffer_synchronisation(sizes, touched, bandwidth, benchmark):
     """S: rows that two neighbouring batches share, from one buffer to the other."""
-    buffers = DualBuffer(2, sizes.dim, 1)
-    new, old = (buffers.resize(slot, sizes.rows) for slot in (0, 1))
+    new, old = (empty_rows(sizes.rows, sizes.dim, 1) for _ in range(2))
     for rows in (new, old):
         rows.weight.uniform_()
         rows.state.uniform_()
     shared = torch.randperm(sizes.rows)[: sizes.rows // 2].sort().values
     at = torch.randperm(sizes.rows)[: sizes.rows // 2].sort().values
-    measure(benchmark, "buffer synchronisation", sizes, lambda: buffers.synchronise(0, 1, shared, at))
-    assert torch.equal(buffers[0].weight[shared], buffers[1].weight[at])
-    assert torch.equal(buffers[0].state[shared], buffers[1].state[at])
+    measure(benchmark, "buffer synchronisation", sizes, lambda: synchronise(new, old, shared, at))
+    assert torch.equal(new.weight[shared], old.weight[at])
+    assert torch.equal(new.state[shared], old.state[at])
     of_bandwidth(benchmark, 2 * 4 * len(shared) * (sizes.dim + 1), bandwidth)
 
 

@@ -21,6 +21,8 @@ from nestpipe.config import DataConfig, ModelConfig, TrainingConfig
 from nestpipe.data.batch import Batch
 from nestpipe.datasets.loader import load_dataset
 from nestpipe.engine.engine import Engine
+from nestpipe.engine.lanes import OneAtATime
+from nestpipe.engine.thread_lanes import ThreadLanes
 from nestpipe.models.next_item import build_model_spec
 from nestpipe.schedule.templates import dbp_only, serial
 from nestpipe.trainer import SparseOptimizer
@@ -83,7 +85,7 @@ def engine_step(
         SparseOptimizer(options.sparse_optimizer, options.sparse_lr, options.sparse_eps),
         lambda parameters: torch.optim.Adam(parameters, lr=options.dense_lr),
         training.seed,
-        overlap=pipelined,
+        lanes=ThreadLanes if pipelined else OneAtATime,
     )
     return lambda: engine.progress(batches).loss, engine
 

@@ -14,10 +14,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from nestpipe.data.batch import Batch, Jagged
+from nestpipe.data.keyed_jagged import keyed_jagged_tensor
 
 
 class HostClock(Protocol):
-    """Times a stretch of the host thread: `with clock.host("P", batch):`."""
+    """Times a stretch of the host thread: ``with clock.host("P", batch):``."""
 
     def host(self, stage: str, batch: int) -> AbstractContextManager: ...
 
@@ -31,7 +32,7 @@ class NoClock:
 
 @dataclass(frozen=True)
 class KeyedBatch(Pipelineable):
-    """A `Batch` as TorchRec wants it. ``sparse``: int64 keys and lengths, one stride for all features.
+    """A ``Batch`` as TorchRec wants it. ``sparse``: int64 keys and lengths, one stride for all features.
 
     A batch without samples carries one padding sample without keys: TorchRec cannot reshape the lengths of
     a stride of zero. ``samples`` is the true count. ``weight``: what the sum of this rank's losses is
@@ -69,17 +70,20 @@ def keyed(
     batch: Batch, features: list[str], world: int, global_samples: int, number: int, clock: HostClock
 ) -> KeyedBatch:
     """The batch with the named features of ``sparse`` in one KeyedJaggedTensor, in that order."""
-    lengths = [batch.sparse[name].lengths() for name in features]
-    if not len(batch):
-        lengths = [torch.zeros(1, dtype=torch.int64)] * len(features)
-    sparse = KeyedJaggedTensor(
-        keys=features,
-        values=torch.cat([batch.sparse[name].values() for name in features]),
-        lengths=torch.cat(lengths),
-    )
+    sparse = {name: batch.sparse[name] for name in features}
+    if not len(batch):  # the padding sample
+        sparse = {name: Jagged(feature.values(), torch.zeros(1, dtype=torch.int64)) for name, feature in sparse.items()}
     weight = world / max(1, global_samples)
     return KeyedBatch(
-        sparse, batch.sample_ids, batch.extra, len(batch), global_samples, weight, number, batch.share, clock
+        keyed_jagged_tensor(sparse),
+        batch.sample_ids,
+        batch.extra,
+        len(batch),
+        global_samples,
+        weight,
+        number,
+        batch.share,
+        clock,
     )
 
 

@@ -4,23 +4,23 @@ On a CPU everything of TorchRec runs on the host thread except the collectives, 
 carry. What is seen, by whom, and what each span covers (batch t; one host thread, so spans of P, H, R, F, B,
 U and O never overlap; K, E, G and A are in flight beside them):
 
-P  `next` on the iterator, with what it costs to make a KeyedJaggedTensor           (the iterator we feed)
-H  `batch.to(device)`                                                               (the batch we feed)
-K  in pieces: the host's part, `start_sparse_data_dist` (bucketing, launch of the All2All of sizes), that All2All's
-   flight, the host's part of `wait_sparse_data_dist` (waiting for the sizes, launch of the All2Alls of lengths and
+P  ``next`` on the iterator, with what it costs to make a KeyedJaggedTensor         (the iterator we feed)
+H  ``batch.to(device)``                                                             (the batch we feed)
+K  in pieces: the host's part, ``start_sparse_data_dist`` (bucketing, launch of the All2All of sizes), that All2All's
+   flight, the host's part of ``wait_sparse_data_dist`` (waiting for the sizes, launch of the All2Alls of lengths and
    keys), their flight. A flight ends when the host sees it completed: it looks whenever any span here begins or
    ends, at the latest where the lookup needs the keys                          (wrapped instance methods, Work)
 R  assembling the received keys and the lookup, to the start of E's send copy             (module hooks)
 E  from the permutation before the send, over the All2All, to the received rows split per feature
 F  from there to the loss: what a model's dense part does before it touches the embeddings falls into E
-B  from `backward()` to the launch of G
+B  from ``backward()`` to the launch of G
 G  from the launch of the gradient All2All over its wait, division and permutation to the update
 U  the lookup's backward, which holds the fused optimizer                                 (autograd node hooks)
-A  DDP's AllReduce, first launch to last completion, by DDP's own timers                  (`Logger`)
-D  `DMPCollection.sync()`, where tables are replicated: the AllReduce of weights and optimizer state over replicas
-O  `optimizer.step()`
+A  DDP's AllReduce, first launch to last completion, by DDP's own timers                (``Logger``)
+D  ``DMPCollection.sync()``, where tables are replicated: the AllReduce of weights and optimizer state over replicas
+O  ``optimizer.step()``
 
-The All2Alls are seen by replacing `torch.distributed.all_to_all_single` while a step of ours runs: the
+The All2Alls are seen by replacing ``torch.distributed.all_to_all_single`` while a step of ours runs: the
 replacement calls the original, keeps the returned Work, and counts bytes.
 """
 

@@ -1,6 +1,6 @@
-"""Real TorchRec: DistributedModelParallel, row-wise sharding, fused optimizer, `TrainPipelineSparseDist` unmodified.
+"""Real TorchRec: DistributedModelParallel, row-wise sharding, fused optimizer, ``TrainPipelineSparseDist`` unmodified.
 
-What its step t does, in this order, all on the host thread (the letters of `nestpipe.schedule`):
+What its step t does, in this order, all on the host thread (the letters of ``nestpipe.schedule``):
 
 1. K(t+1) starts: bucket the keys, launch the All2All of sizes.
 2. P(t+2), H(t+2).
@@ -10,7 +10,7 @@ What its step t does, in this order, all on the host thread (the letters of `nes
    backward; wait for A(t).
 6. O(t).
 
-So key routing hides behind the batch before; the embedding and gradient All2Alls do not. `baselines.registry`
+So key routing hides behind the batch before; the embedding and gradient All2Alls do not. ``baselines.registry``
 declares this as a schedule.
 """
 
@@ -89,11 +89,11 @@ def torchrec_trainer(
 
 
 class TorchRecTrainer:
-    """A Trainer (see `nestpipe.trainer`) that is TorchRec.
+    """A Trainer (see ``nestpipe.trainer``) that is TorchRec.
 
     ``group``: the ranks, on gloo; None for all. ``distribute``: how tables are sharded and what travels.
     ``sync_interval``: batches from one synchronisation of replicas to the next, where there are any.
-    ``observe``: hooks for spans and traffic; without them there are no spans and the byte counts of `StepResult`
+    ``observe``: hooks for spans and traffic; without them there are no spans and the byte counts of ``StepResult``
     are 0. Collective. Raises ValueError for a sparse optimizer
     that fbgemm lacks on a CPU, or tables of unequal dims (a torchrec EmbeddingCollection has one).
 

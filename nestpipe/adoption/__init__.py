@@ -1,4 +1,4 @@
-"""A TorchRec user's own model and loop, trained by NestPipe."""
+"""A TorchRec user's own model and loop, trained by NestPipe. Importing it needs torchrec."""
 
 from nestpipe.adoption.batches import BatchError
 from nestpipe.adoption.pipeline import NestPipeline

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.data.batch import Batch, Jagged
+from nestpipe.data.keyed_jagged import keyed_jagged_tensor
 
 _CONSTANTS = (type(None), str, int, float, bool)
 
@@ -73,7 +74,12 @@ class ForeignBatches:
 
         def leaf(path: str, value: Any) -> Any:
             if _is_keyed(value):
-                return _keyed(value, {key: extra[f"{path}:{key}"] for key in value.keys()}, extra, path)  # noqa: SIM118
+                keys = list(value.keys())
+                weighted = f"{path}:{keys[0]}:weights" in extra
+                return keyed_jagged_tensor(
+                    {key: extra[f"{path}:{key}"] for key in keys},
+                    {key: extra[f"{path}:{key}:weights"] for key in keys} if weighted else None,
+                )
             if isinstance(value, Tensor):
                 return extra[path]
             if _is_jagged(value):
@@ -83,7 +89,7 @@ class ForeignBatches:
         return _rebuilt(self.example, leaf)
 
     def batches(self, source: Iterator[Any]) -> Iterator[Batch]:
-        """``to_batch`` of each, numbered on."""
+        """``to_batch`` of each, with samples numbered from 0 across all of them."""
         first_id = 0
         for batch in source:
             converted = self.to_batch(batch, first_id)
@@ -93,21 +99,11 @@ class ForeignBatches:
 
 def _features(path: str, keyed: Any) -> Iterator[tuple[str, Jagged, Jagged | None]]:
     if keyed.variable_stride_per_key():
-        raise BatchError(f"batch{path} has another number of samples per key (variable batch); give it one stride")
+        raise BatchError(f"batch{path} has a different number of samples per key (variable batch); give it one stride")
     for key, jagged in keyed.to_dict().items():
         lengths = jagged.lengths().long()
         weights = jagged.weights_or_none()
         yield key, Jagged(jagged.values().long(), lengths), None if weights is None else Jagged(weights, lengths)
-
-
-def _keyed(like: Any, features: Mapping[str, Jagged], extra: Mapping[str, Any], path: str) -> Any:
-    weights = [extra[f"{path}:{key}:weights"].values() for key in features if f"{path}:{key}:weights" in extra]
-    return type(like)(
-        keys=list(features),
-        values=torch.cat([feature.values() for feature in features.values()]),
-        weights=torch.cat(weights) if weights else None,
-        lengths=torch.cat([feature.lengths() for feature in features.values()]),
-    )
 
 
 def _is_keyed(value: Any) -> bool:

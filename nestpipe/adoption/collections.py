@@ -17,6 +17,15 @@ from nestpipe.embedding.pooling import pool
 from nestpipe.machine.versions import require_torchrec
 from nestpipe.trainer import SparseOptimizer
 
+require_torchrec()
+
+from torchrec.modules.embedding_modules import (  # noqa: E402
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor  # noqa: E402
+
 
 class HandedRows(nn.Module):
     """The rows that the engine hands out for a micro-batch, by feature; no child modules of their own.
@@ -49,10 +58,7 @@ class _Slot:
 
 
 def find_collections(model: nn.Module) -> dict[str, nn.Module]:
-    """The embedding collections of ``model`` by path. Raises what ``require_torchrec`` raises."""
-    require_torchrec()
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-
+    """The embedding collections of ``model`` by path."""
     kinds = (EmbeddingBagCollection, EmbeddingCollection)
     return {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
 
@@ -150,7 +156,7 @@ class _DropIn(nn.Module):
 
 
 class BagDropIn(_DropIn):
-    """Stands where an EmbeddingBagCollection stood: KeyedJaggedTensor -> KeyedTensor, pooled."""
+    """In place of an EmbeddingBagCollection: KeyedJaggedTensor -> KeyedTensor, pooled."""
 
     def __init__(self, collection: Any, rows: HandedRows) -> None:
         super().__init__(collection, rows)
@@ -163,8 +169,6 @@ class BagDropIn(_DropIn):
         return self._is_weighted
 
     def forward(self, features: Any) -> Any:
-        from torchrec.sparse.jagged_tensor import KeyedTensor
-
         arrived = self._arrived(features)
         if self._is_weighted and features.weights_or_none() is None:
             keys = ", ".join(slot.key for slot in self._slots)
@@ -183,14 +187,12 @@ class BagDropIn(_DropIn):
 
 
 class SequenceDropIn(_DropIn):
-    """Stands where an EmbeddingCollection stood: KeyedJaggedTensor -> JaggedTensor of rows by name."""
+    """In place of an EmbeddingCollection: KeyedJaggedTensor -> JaggedTensor of rows by name."""
 
     def embedding_configs(self) -> Sequence[Any]:
         return self._configs
 
     def forward(self, features: Any) -> dict[str, Any]:
-        from torchrec.sparse.jagged_tensor import JaggedTensor
-
         return {
             slot.name: JaggedTensor(values=rows.values(), lengths=asked.lengths(), weights=asked.weights_or_none())
             for slot, rows, asked in self._arrived(features)
@@ -203,16 +205,9 @@ def _configs(collection: Any) -> list[Any]:
 
 
 def _slots(collection: Any) -> list[_Slot]:
-    from torchrec.modules.embedding_modules import get_embedding_names_by_table
-
     configs = _configs(collection)
     return [
-        _Slot(
-            f"{config.name}/{key}",
-            key,
-            name,
-            (getattr(config, "pooling", None) and config.pooling.name.lower()) or "sum",
-        )
+        _Slot(f"{config.name}/{key}", key, name, config.pooling.name.lower() if hasattr(config, "pooling") else "sum")
         for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
         for key, name in zip(config.feature_names, names, strict=True)
     ]

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from nestpipe.adoption.batches import ForeignBatches
@@ -36,7 +35,9 @@ from nestpipe.adoption.separable import require_no_batch_statistics, require_sep
 from nestpipe.clustering.clustering import clustered
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.tables import TableConfig
+from nestpipe.engine.engine import Engine
 from nestpipe.methods import find_method
+from nestpipe.ranks.agreement import outcomes
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult, Trainer
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -69,7 +70,8 @@ class AdoptedModel(nn.Module):
     def __init__(self, model: nn.Module, embeddings: nn.Module, batches: ForeignBatches, losses: _Losses) -> None:
         super().__init__()
         self.model = model
-        self._batches, self._losses = batches, losses
+        self._batches = batches
+        self._losses = losses
         self.outputs: list[Any] = []
         self._rows = HandedRows(embeddings)
         for path, collection in find_collections(model).items():
@@ -124,14 +126,19 @@ class NestPipeline:
         collections = find_collections(model)
         if not collections:
             raise ValueError("the model holds no EmbeddingBagCollection or EmbeddingCollection; is it sharded already?")
-        self._tables, self._reads = table_configs(collections), read_keys(collections)
+        self._tables = table_configs(collections)
+        self._reads = read_keys(collections)
         self._sparse = sparse_optimizer or stated_optimizer(collections)
         self._method = find_method(method)
         self._micro_batches = self._method.micro_batches_of(micro_batches)
         if self._micro_batches > 1:
             require_no_batch_statistics(model)
-        self._model, self._dense, self._losses = model, dense_optimizer, _Losses(reduction)
-        self._clustering, self._seed, self._check = clustering, seed, check and self._micro_batches > 1
+        self._model = model
+        self._dense = dense_optimizer
+        self._losses = _Losses(reduction)
+        self._clustering = clustering
+        self._seed = seed
+        self._check = check and self._micro_batches > 1
         self._source: Iterator[Any] | None = None
         self._batches: Iterator[Batch] = iter(())
         self._trainer: Trainer | None = None
@@ -149,7 +156,8 @@ class NestPipeline:
                 "batches = iter(loader) before the loop"
             )
         if self._source is not batches:
-            self._source, self._batches = batches, self._converted(batches)
+            self._source = batches
+            self._batches = self._converted(batches)
         if self._adopted is not None:
             self._adopted.outputs.clear()
         return self.trainer.progress(self._batches)
@@ -223,8 +231,12 @@ class NestPipeline:
             return self._adopted
 
         spec = ModelSpec(self._tables, build, summed=True)
-        self._trainer = self._method.build(spec, self._sparse, self._dense, self._seed, self._micro_batches)
-        _load(self._trainer, self._tables, tables)
+        trainer = self._method.build(spec, self._sparse, self._dense, self._seed, self._micro_batches)
+        if not isinstance(trainer, Engine):
+            raise ValueError(f"method '{self._method.name}' is not run by the engine, so it cannot take a model over")
+        for name, values in tables.items():
+            trainer.load_table(name, values)
+        self._trainer = trainer
 
     def _check_separable(self, foreign: ForeignBatches, batch: Batch) -> None:
         """With made-up rows: whether samples mix does not depend on their values."""
@@ -258,15 +270,12 @@ class _MadeUpRows(nn.Module):
 
 
 def _raise_on_all_ranks(error: Exception | None) -> None:
-    """Collective: were one rank alone to raise, the others would wait for it inside the first exchange."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        errors: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, str(error) if error else None)
-        if error is None and any(errors):
-            rank = next(rank for rank, text in enumerate(errors) if text)
-            error = ValueError(f"rank {rank}: {errors[rank]}")
+    """Raises this rank's ``error``, or ValueError with that of the first rank that has one. Collective."""
+    _, failed = outcomes(None if error is None else str(error))
     if error is not None:
         raise error
+    if failed:
+        raise ValueError(f"rank {failed.rank}: {failed.why}")
 
 
 def _copy_without_tables(model: nn.Module, device: str | None = None) -> nn.Module:
@@ -274,15 +283,6 @@ def _copy_without_tables(model: nn.Module, device: str | None = None) -> nn.Modu
     weights = [p for collection in find_collections(model).values() for p in collection.parameters()]
     memo = {id(p): p if device is None else nn.Parameter(torch.empty_like(p, device=device)) for p in weights}
     return copy.deepcopy(model, memo=memo)
-
-
-def _load(trainer: Any, tables: tuple[TableConfig, ...], whole: dict[str, Tensor]) -> None:
-    """This rank's rows of the tables that the collections hold already."""
-    layout, rank = trainer.layout, trainer.exchanges["keys"].rank
-    for t, table in enumerate(tables):
-        if table.name in whole:
-            start, stop = layout.owned(t, rank)
-            trainer.shard.weight[layout.base[t] : layout.base[t] + stop - start] = whole[table.name][start:stop]
 
 
 def _replace(root: nn.Module, path: str, module: nn.Module) -> None:

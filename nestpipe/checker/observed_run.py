@@ -11,8 +11,8 @@ from nestpipe.schedule.operations import Op, Ref, Schedule
 INSIDE = (("A", "B"),)
 
 
-def violations(spans: Sequence[Span], template: Schedule, sometimes: str = "") -> list[str]:
-    """Sentences on what one rank's ``spans`` show and ``template`` does not allow; empty where it allows the run.
+def violations(spans: Sequence[Span], schedule: Schedule, sometimes: str = "") -> list[str]:
+    """Sentences on what one rank's ``spans`` show and ``schedule`` does not allow; empty if it allows the run.
 
     Every operation of every batch must have been seen, on its declared lane, must begin after the end of what it
     is declared to wait for, and must begin after its predecessor on the lane began. A span may be a piece of an
@@ -28,7 +28,7 @@ def violations(spans: Sequence[Span], template: Schedule, sometimes: str = "") -
     batches = 1 + max((ref.batch for ref in seen), default=-1)
     texts = []
     last: dict[str, Op] = {}
-    for op in template.unroll(batches):
+    for op in schedule.unroll(batches):
         if op.ref not in seen:
             if op.ref.stage not in sometimes:
                 texts.append(f"{op.ref} is declared and was not seen")
@@ -36,14 +36,14 @@ def violations(spans: Sequence[Span], template: Schedule, sometimes: str = "") -
         start, _ = seen[op.ref]
         if lanes[op.ref] != op.lane:
             texts.append(f"{op.ref} ran on lane {lanes[op.ref]}, declared is {op.lane}")
-        for before in op.after:
-            done = seen.get(before, (start, start))[(op.ref.stage, before.stage) not in INSIDE]
+        for awaited in op.after:
+            began, ended = seen.get(awaited, (start, start))
+            done = began if (op.ref.stage, awaited.stage) in INSIDE else ended
             if done > start:
-                texts.append(f"{op.ref} began before {before} had ended, which it is declared to wait for")
+                texts.append(f"{op.ref} began before {awaited} had ended, which it is declared to wait for")
         previous = last.get(op.lane)
         if previous is not None and seen[previous.ref][0] > start:
-            texts.append(f"{op.ref} began before {previous.ref}, which stands before it on lane {op.lane}")
+            texts.append(f"{op.ref} began before {previous.ref}, which comes before it on lane {op.lane}")
         last[op.lane] = op
-    declared = {(op.ref.stage, op.ref.micro) for op in template.ops}
-    texts += [f"{ref} was seen and is not declared" for ref in seen if (ref.stage, ref.micro) not in declared]
+    texts += [f"{ref} was seen and is not declared" for ref in seen if ref.in_step() not in schedule.places]
     return texts

@@ -8,14 +8,18 @@ shows in its bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from nestpipe.checker.problem import Problem
 from nestpipe.schedule.operations import Op, Schedule
-from nestpipe.schedule.stages import GLOBALS
+from nestpipe.schedule.stages import GLOBALS, MICRO_RINGS, of_stage
+
+#: Takes the place of the micro-batch in a dense gradient that has been summed over workers.
+_REDUCED = 0
 
 
 @dataclass
@@ -28,39 +32,44 @@ class Slot:
 
 @dataclass
 class _State:
-    template: Schedule
+    schedule: Schedule
     batches: int
-    #: D makes replicas equal: until then an update is known to its own group of ranks alone.
-    grouped: bool = False
     slots: dict[tuple[str, int], Slot] = field(default_factory=dict)
-    problems: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
     def slot(self, resource: str, op: Op) -> Slot:
-        return self.slots.setdefault(self.template.slot(resource, op.ref), Slot())
+        return self.slots.setdefault(self.schedule.slot(resource, op.ref), Slot())
 
     def report(self, kind: str, text: str) -> None:
-        self.problems.append((kind, text))
+        self.problems.append(Problem(kind, text))
 
 
-def value_problems(template: Schedule, order: Sequence[Op], batches: int) -> list[tuple[str, str]]:
-    """(kind, sentence) for every value that differs from unpipelined training, in order of execution."""
+def wrong_values(schedule: Schedule, order: Sequence[Op], batches: int) -> list[Problem]:
+    """Every value that differs from unpipelined training when ``order`` is executed: stale, incomplete, order.
+
+    Raises ValueError for a stage without a rule.
+    """
     rows = _symbolic_rows(batches)
-    state = _State(template, batches, any(o.ref.stage == "D" and "accumulator" not in o.writes for o in template.ops))
+    state = _State(schedule, batches)
     zero = np.zeros((2, len(rows)), dtype=np.int64)  # row 0: weights, row 1: optimizer state
     state.slots["table", 0] = Slot((0, 0), zero.copy())
     state.slots["dense", 0] = Slot((0, 0), 0)
     state.slots["dense_gradient", 0] = Slot((0, 0), ())
+    rules = {
+        letter: of_stage(RULES, letter, "a rule for the checker", "RULES in nestpipe/checker/staleness.py")
+        for letter in dict.fromkeys(op.ref.stage for op in schedule.ops)
+    }
     for op in order:
         if not _reads_own_slots(state, op):
             continue
         touched = (rows >> op.ref.batch & 1).astype(bool)
-        _STEPS[op.ref.stage](state, op, rows, touched)
-    _check_end(state, rows, order)
+        rules[op.ref.stage](state, op, rows, touched)
+    _check_end(state, rows)
     return state.problems
 
 
 def _symbolic_rows(batches: int) -> np.ndarray:
-    """int64: one number per row, bit b set where batch b touches it."""
+    """int64: one number per row, bit b set if batch b touches it."""
     near = np.arange(1, 1 << min(batches, 6), dtype=np.int64)
     rows = [near << first for first in range(batches - min(batches, 6) + 1)]
     pairs = [1 << a | 1 << b for b in range(batches) for a in range(b)]
@@ -74,7 +83,7 @@ def _reads_own_slots(state: _State, op: Op) -> bool:
         if name in GLOBALS or (resource.endswith("-1") and op.ref.batch == 0):
             continue
         slot = state.slot(resource, op)
-        want = (op.ref.batch - resource.endswith("-1"), op.ref.micro if name in _PER_MICRO else 0)
+        want = (op.ref.batch - resource.endswith("-1"), op.ref.micro if name in MICRO_RINGS else 0)
         if slot.owner != want:
             holds = "nothing yet" if slot.owner is None else f"what belongs to batch {slot.owner[0]}"
             state.report("stale", f"{op.ref} reads {name} of batch {want[0]}, but the slot holds {holds}")
@@ -82,12 +91,13 @@ def _reads_own_slots(state: _State, op: Op) -> bool:
     return True
 
 
-_PER_MICRO = ("received", "activation", "gradient", "arrived")
-
-
 def _fill(state: _State, op: Op, name: str, value: Any) -> None:
+    """Write ``value``, if the operation declares that it writes there; if it does not, readers miss the value."""
+    if name not in op.writes:
+        return
     slot = state.slot(name, op)
-    slot.owner, slot.value = (op.ref.batch, op.ref.micro if name in _PER_MICRO else 0), value
+    slot.owner = (op.ref.batch, op.ref.micro if name in MICRO_RINGS else 0)
+    slot.value = value
 
 
 def _pass_on(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> None:
@@ -152,24 +162,27 @@ def _backward(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> N
 
 def _arrive(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> None:
     gradient = state.slot("gradient", op).value
-    if "arrived" in op.writes:
-        _fill(state, op, "arrived", gradient)
+    if state.schedule.replicated and not state.schedule.averages_replicas:
+        _fill(state, op, "arrived", gradient)  # D sums it over groups
     else:
         _accumulate(state, op, gradient)
 
 
 def _accumulate(state: _State, op: Op, gradient: tuple[int, int]) -> None:
+    if "accumulator" not in op.writes:
+        return
     slot = state.slot("accumulator", op)
     if slot.owner != (op.ref.batch, 0):
         if slot.value:
             left = slot.owner[0] if slot.owner else "?"
             state.report("stale", f"{op.ref} adds to an accumulator whose gradients of batch {left} were never used")
-        slot.owner, slot.value = (op.ref.batch, 0), ()
+        slot.owner = (op.ref.batch, 0)
+        slot.value = ()
     slot.value = (*slot.value, gradient)
 
 
 def _synchronise_replicas(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> None:
-    if "accumulator" in op.writes:
+    if not state.schedule.averages_replicas:
         _accumulate(state, op, state.slot("arrived", op).value)
         return
     for name in op.writes:
@@ -183,20 +196,19 @@ def _all_reduce(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) ->
     total.value = (*total.value, (op.ref.batch, _REDUCED))
 
 
-#: Stands for the micro-batch of a dense gradient that has been summed over workers.
-_REDUCED = 0
-
-
 def _check_sum(state: _State, op: Op, got: tuple[Any, ...], what: str) -> None:
-    want = [(op.ref.batch, m) for m in range(1, state.template.micro_batches + 1)]
+    want = [(op.ref.batch, m) for m in range(1, state.schedule.micro_batches + 1)]
     if sorted(got) != want:
-        names = lambda pairs: ", ".join(f"{b}.{m}" if m else f"A{b}" for b, m in pairs) or "none"  # noqa: E731
-        text = f"{op.ref} consumes the {what} of {names(got)} where it must be {names(want)}, each once"
+        text = f"{op.ref} consumes the {what} of {_names(got)}, but it must be {_names(want)}, each once"
         state.report("incomplete", text)
     elif list(got) != want:
         order = ", ".join(str(m) for _, m in got)
         text = f"{op.ref} consumes {what} summed in the order {order}: equal to float tolerance, not bit for bit"
         state.report("order", text)
+
+
+def _names(gradients: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"A{batch}" if micro == _REDUCED else f"{batch}.{micro}" for batch, micro in gradients) or "none"
 
 
 def _sparse_update(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> None:
@@ -205,8 +217,9 @@ def _sparse_update(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray)
         _check_sum(state, op, slot.value, "embedding gradients")
     else:
         _check_sum(state, op, (), "embedding gradients")
-    slot.owner, slot.value = None, ()
-    name = "table" if "table" in op.writes else "buffer"
+    slot.owner = None
+    slot.value = ()
+    name = "table" if state.schedule.updates_table else "buffer"
     target = state.slot(name, op)
     if name == "buffer" and target.owner != (op.ref.batch, 0):
         state.report("stale", f"{op.ref} updates a buffer that does not hold batch {op.ref.batch}")
@@ -215,7 +228,7 @@ def _sparse_update(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray)
     wrong = touched & ((target.value != want).any(axis=0))
     if wrong.any():
         state.report("stale", _stale_read(op, rows, np.where(wrong, target.value.min(axis=0), want), want, wrong))
-    if not state.grouped:
+    if not state.schedule.averages_replicas:  # else only this group knows of the update until D
         target.value = np.where(touched, target.value | 1 << op.ref.batch, target.value)
 
 
@@ -233,7 +246,7 @@ def _write_back(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) ->
     table.value = np.where(touched, source, table.value)
 
 
-def _check_end(state: _State, rows: np.ndarray, order: Sequence[Op]) -> None:
+def _check_end(state: _State, rows: np.ndarray) -> None:
     table = state.slots["table", 0].value
     wrong = (table != rows).any(axis=0)
     if wrong.any():
@@ -246,7 +259,10 @@ def _check_end(state: _State, rows: np.ndarray, order: Sequence[Op]) -> None:
         state.report("incomplete", f"at the end the dense weights have had {done} of {state.batches} optimizer steps")
 
 
-_STEPS = {
+Rule = Callable[[_State, Op, np.ndarray, np.ndarray], None]
+
+#: By stage: executes an operation on symbolic rows, given (state, operation, rows, which of them its batch touches).
+RULES: Mapping[str, Rule] = {
     "P": _pass_on,
     "H": _pass_on,
     "K": _pass_on,

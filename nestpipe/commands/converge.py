@@ -10,8 +10,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from nestpipe.commands.bars import progress_bar
 from nestpipe.machine.files import require_writable
+from nestpipe.machine.progress import progress_of_stages
 from nestpipe.training.convergence import ConvergenceConfig, converge
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     command = tyro.cli(ConvergeCommand, prog="nestpipe converge", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
     folder = command.folder / "convergence"
     require_writable(folder / "any")
-    with progress_bar(Console(stderr=True), "starting ranks") as show:
+    with progress_of_stages(Console(stderr=True), "starting ranks") as show:
         curves = converge(command.curves, folder, show)
     print(f"{len(curves)} curves in {folder}; now: nestpipe report --only fig6 --folder {command.folder}")
     return 0

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 from rich.console import Console
 
-from nestpipe.commands.bars import progress_bar
 from nestpipe.config import RunConfig
 from nestpipe.machine.files import require_writable_folder, write_atomically
+from nestpipe.machine.progress import progress_of_stages
 from nestpipe.methods import methods_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(part: Part, i: int, count: int, command: ReproduceCommand, console: Console) -> None:
     from results.experiments.run_part import run_part
 
-    with progress_bar(console, part.name) as show:
+    with progress_of_stages(console, part.name) as show:
         done = run_part(part, command.folder, show, again=command.again)
     kept = " (kept from before)" if part.kind == "measured" and not done.measured else ""
     console.print(

@@ -14,7 +14,7 @@ import tyro
 from nestpipe.checker.rules import check
 from nestpipe.drawing.text_grid import grid
 from nestpipe.methods import Method, MethodOptions, UnknownMethod, find_method, method_from_file
-from nestpipe.schedule.operations import MOST_MICRO_BATCHES, Schedule
+from nestpipe.schedule.operations import MAX_MICRO_BATCHES, Schedule
 from nestpipe.schedule.stages import STAGES
 from nestpipe.schedule.text import to_text
 
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     command = tyro.cli(ScheduleCommand, prog="nestpipe schedule", args=arguments)
     if command.micro_batches < 1:
         raise ValueError(f"--micro-batches must be at least 1, not {command.micro_batches}")
-    if command.micro_batches > MOST_MICRO_BATCHES:
-        raise ValueError(f"--micro-batches must be at most {MOST_MICRO_BATCHES}, not {command.micro_batches}")
+    if command.micro_batches > MAX_MICRO_BATCHES:
+        raise ValueError(f"--micro-batches must be at most {MAX_MICRO_BATCHES}, not {command.micro_batches}")
     method = _find(command.method, command.options)
     template = method.schedule(command.micro_batches)
     if command.priced:
@@ -84,7 +84,11 @@ def main(arguments: Sequence[str]) -> int:
 def _hints(template: Schedule) -> list[str]:
     """What lies behind many problems at once."""
     there = {op.ref.stage for op in template.ops}
-    hints = [f"there is no {s} ({STAGES[s].title}), which every step needs" for s in "PHKREFBGAUO" if s not in there]
+    hints = [
+        f"there is no {letter} ({stage.title}), which every step needs"
+        for letter, stage in STAGES.items()
+        if stage.required == "always" and letter not in there
+    ]
     if len(template.ops) > 1 and not any(op.after for op in template.ops):
         hints.append(
             "no operation waits for another: a line 'derive edges' adds the waits that reads and writes ask for"

@@ -16,6 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from nestpipe.commands.terminal import wide_console
+
 if TYPE_CHECKING:
     from slurm.folder import SweepFolder
     from slurm.grid import Grid
@@ -26,7 +28,7 @@ SweepName = Annotated[str, tyro.conf.Positional]
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Each takes the place of what the grid's [cluster] says."""
+    """Each replaces what the grid's [cluster] says."""
 
     partition: str | None = None
     """sbatch's --partition."""
@@ -93,7 +95,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Resume:
-    """Submit anew what is missing, failed, cancelled or lost; what runs or is done is left alone."""
+    """Submit again what is missing, failed, cancelled or lost; what runs or is done is not touched."""
 
     sweep: SweepName
     """The grid, or the sweep's folder."""
@@ -104,7 +106,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Cancel all jobs of a sweep; `resume` goes on."""
+    """Cancel all jobs of a sweep; `resume` submits them again."""
 
     sweep: SweepName
     """The grid, or the sweep's folder."""
@@ -135,9 +137,9 @@ Command = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """1 where points of the sweep have failed or results are broken."""
+    """1 if points of the sweep have failed or results are broken."""
     command = tyro.cli(Command, prog="nestpipe sweep", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
-    out = _console()
+    out = wide_console(100)
     if isinstance(command, Preview):
         return _preview(command, out)
     if isinstance(command, Submit | Resume):
@@ -148,7 +150,7 @@ def main(arguments: Sequence[str]) -> int:
     if isinstance(command, Cancel):
         from slurm.sweep import cancel
 
-        print(f"cancelled {len(cancel(sweep))} jobs; go on with: nestpipe sweep resume {command.sweep}")
+        print(f"cancelled {len(cancel(sweep))} jobs; to resume: nestpipe sweep resume {command.sweep}")
         return 0
     from slurm.collect import collect
     from slurm.status import counts, point_states
@@ -162,13 +164,8 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if done.bad else 0
 
 
-def _console() -> Console:
-    out = Console()
-    return out if out.width >= 100 else Console(width=100)
-
-
 def _folder(name: str, folder: Path | None) -> SweepFolder:
-    """``folder``, or ``name`` where it is a sweep's folder, or sweeps/NAME."""
+    """``folder``, or ``name`` if it is a sweep's folder, or sweeps/NAME."""
     from slurm.folder import SweepFolder
 
     if folder is None:
@@ -177,9 +174,9 @@ def _folder(name: str, folder: Path | None) -> SweepFolder:
 
 
 def _preview(command: Preview, out: Console) -> int:
-    from slurm.executors import sbatch_text
     from slurm.grid import by_shape, find_grid, load_grid
     from slurm.node_hours import predict
+    from slurm.sbatch import sbatch_text
 
     grid = load_grid(find_grid(command.grid), command.cluster.given())
     predictions = predict(grid.points, grid.cluster)
@@ -219,14 +216,15 @@ def _start(command: Submit | Resume, out: Console) -> int:
         sweep = _folder(grid.name, command.folder)
     else:
         sweep = _folder(command.sweep, command.folder)
+    shown = time.monotonic()
     with Live(console=out, transient=True, auto_refresh=False) as live:
 
         def watch() -> None:
-            if time.monotonic() - shown[0] >= 1:
-                shown[0] = time.monotonic()
+            nonlocal shown
+            if time.monotonic() - shown >= 1:
+                shown = time.monotonic()
                 live.update(_table(sweep), refresh=out.is_terminal)
 
-        shown = [time.monotonic()]
         if isinstance(command, Submit):
             done = submit(sweep, grid, command.executor, watch)
         else:
@@ -247,13 +245,13 @@ def _load(command: Submit) -> Grid:
 
 
 def _status(sweep: SweepFolder, watch: bool, out: Console) -> int:
-    from slurm.status import counts, point_states
+    from slurm.status import ALIVE, counts, point_states
 
     sweep.settings()
     states = point_states(sweep)
     if watch:
         with Live(_table(sweep), console=out, transient=True, auto_refresh=False) as live:
-            while any(s.state in ("running", "pending", "requeued", "unknown") for s in states):
+            while any(s.state in ALIVE for s in states):
                 live.update(_as_table(states), refresh=True)
                 time.sleep(2)
                 states = point_states(sweep)

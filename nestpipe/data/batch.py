@@ -1,4 +1,4 @@
-"""One batch of training samples on one rank: plain tensors per feature, torch alone."""
+"""One batch of training samples on one rank: plain tensors per feature; needs only torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Batch:
     affair (``TableConfig.features``). ``extra``: whatever else the dense part needs, by name:
     jagged side information (timestamps) or one tensor row per sample. ``sample_ids``: int64
     [samples], stable names of the samples, which seed everything drawn per sample. ``global_samples``:
-    samples of the batch over all ranks, or None where the source does not know it. ``share``: the
+    samples of the batch over all ranks, or None if the source does not know it. ``share``: the
     part of the rank's batch that this (micro-)batch is; 1.0 for a whole batch.
     """
 
@@ -94,8 +94,7 @@ class Batch:
         return [self.narrow(a, b) for a, b in pairwise(bounds)]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        move = lambda x: x.to(device, non_blocking=non_blocking)  # noqa: E731
-        return self._map(move, len(self))
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking), len(self))
 
     def record_stream(self, stream: Any) -> None:
         for value in (*self.sparse.values(), *self.extra.values(), self.sample_ids):

@@ -6,7 +6,7 @@ order; all but the last are inputs, all but the first are targets. Its sparse fe
 * ``history``: the window's items, jagged;
 * ``negatives``: ``negatives`` items per sample, uniform, a function of (seed, epoch, sample id).
 
-``extra`` holds ``timestamps`` (int64 seconds, jagged, beside the history) and the ids once more
+``extra`` holds ``timestamps`` (int64 seconds, jagged as the history is) and the ids once more
 as ``history_ids`` (jagged) and ``negative_ids`` (int64 [samples, negatives]), because the dense
 part masks accidental hits and a pipeline may have consumed the sparse features by then.
 """
@@ -32,31 +32,38 @@ class DataError(ValueError):
     """The data cannot be used. One line: where, what is wrong, what to do."""
 
 
-@dataclass(frozen=True, eq=False)
-class Dataset:
-    """Histories of all users, read on demand: a rank reads the samples of its own slices.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Histories:
+    """What a source of data gives: the histories of all users, read on demand.
 
     ``items``: size of the vocabulary; ids are 0..items-1. ``lengths``: int64 [users], items of each
-    user's training history. ``test_items``: int64 [users], the item after it, -1 where there is
+    user's training history. ``test_items``: int64 [users], the item after it, -1 if there is
     none. ``read(users, starts, counts)``: items and timestamps (int64, flat, back to back) of
-    positions starts..starts+counts-1 of the users' histories. ``windows``: ``last`` makes one
-    sample per user of the latest items and cuts older ones; ``all`` cuts a history into
-    consecutive samples that overlap by one item, so that each item but the first is a target once.
+    positions starts..starts+counts-1 of the users' histories; position ``lengths[user]`` is the test item.
     ``bad_rows``: rows skipped; ``bad_row_examples``: the first few, named.
     """
 
-    name: str
     items: int
     lengths: np.ndarray
     test_items: np.ndarray
     read: Reader
+    bad_rows: int = 0
+    bad_row_examples: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Dataset(Histories):
+    """Histories and how they are cut into samples and batches: a rank reads only the samples of its own slices.
+
+    ``windows``: ``last`` makes one sample per user of the latest items and cuts older ones; ``all`` cuts a
+    history into consecutive samples that overlap by one item, so that each item but the first is a target once.
+    """
+
     batch_size: int
     negatives: int
     sequence_length: int
     windows: str
     seed: int
-    bad_rows: int = 0
-    bad_row_examples: tuple[str, ...] = ()
 
     @property
     def users(self) -> int:

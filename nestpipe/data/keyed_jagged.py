@@ -1,24 +1,29 @@
-"""A batch's sparse features in torchrec's form, for models and pipelines of torchrec."""
+"""Sparse features in torchrec's form, for models and pipelines of torchrec. Importing this needs torchrec."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from nestpipe.data.batch import Jagged
+from nestpipe.machine.versions import require_torchrec
 
-if TYPE_CHECKING:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+require_torchrec()
+
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
 
 
-def to_keyed_jagged_tensor(sparse: Mapping[str, Jagged]) -> KeyedJaggedTensor:
-    """``Batch.sparse`` as one KeyedJaggedTensor, keys in the mapping's order. Raises ImportError without torchrec."""
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+def keyed_jagged_tensor(
+    features: Mapping[str, Jagged], weights: Mapping[str, Jagged] | None = None
+) -> KeyedJaggedTensor:
+    """``features`` (such as ``Batch.sparse``) as one KeyedJaggedTensor, keys in the mapping's order.
 
+    ``weights``: by key, float32, one for each value of a feature; every key has some or none has.
+    """
     return KeyedJaggedTensor(
-        keys=list(sparse),
-        values=torch.cat([feature.flat for feature in sparse.values()]),
-        lengths=torch.cat([feature.counts for feature in sparse.values()]),
+        keys=list(features),
+        values=torch.cat([feature.values() for feature in features.values()]),
+        lengths=torch.cat([feature.lengths() for feature in features.values()]),
+        weights=torch.cat([weights[key].values() for key in features]) if weights else None,
     )

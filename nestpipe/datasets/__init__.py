@@ -1,1 +1,1 @@
-"""Data sets by name: synthetic, MovieLens, KuaiRand; and Criteo's stream for the examples."""
+"""Data sets by name: synthetic, MovieLens, KuaiRand."""

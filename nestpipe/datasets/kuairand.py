@@ -1,6 +1,6 @@
 """KuaiRand 27K, 1K and Pure (Gao et al., CIKM 2022): logs of what was shown to whom, from the published CSV files.
 
-The standard logs are read (``log_standard*.csv`` of the folder, or of its ``data``; a file alone by its name). Every
+The standard logs are read (``log_standard*.csv`` of the folder, or of its ``data``, or one file by its name). Every
 exposure is an interaction, whatever the feedback. A user's history is in order of time, ties in order of files' names
 and lines; leave one out, the last is for testing. The first start converts (``kuairand_convert``) and every start
 maps the result: user and video numbers follow the order of the published ids, so batches are always the same.
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from nestpipe.config import DataConfig, ModelConfig
-from nestpipe.data.dataset import DataError, Dataset, flat_ranges
+from nestpipe.config import DataConfig
+from nestpipe.data.dataset import DataError, Histories, flat_ranges
 from nestpipe.datasets.kuairand_convert import FORMAT, convert
 
 
-def load_kuairand(config: DataConfig, model: ModelConfig, seed: int) -> Dataset:
-    """The logs at ``config.data_path``, converted where that has not been done yet. Raises DataError."""
+def kuairand_histories(config: DataConfig, seed: int) -> Histories:
+    """The logs at ``config.data_path``, converted if that has not been done yet. Raises DataError."""
     files = find_logs(config.data_path)
     folder = converted_folder(files)
     skip = config.on_bad_row == "skip"
@@ -42,17 +42,11 @@ def load_kuairand(config: DataConfig, model: ModelConfig, seed: int) -> Dataset:
         where = flat_ranges(begins[users] + starts, counts)
         return items[where].astype(np.int64), times[where].astype(np.int64)
 
-    return Dataset(
-        name="kuairand",
+    return Histories(
         items=meta["videos"],
         lengths=lengths - 1,
         test_items=items[begins + lengths - 1].astype(np.int64),
         read=read,
-        batch_size=config.batch_size,
-        negatives=config.negatives,
-        sequence_length=model.sequence_length,
-        windows=config.windows,
-        seed=seed,
         bad_rows=meta["bad_rows"],
         bad_row_examples=tuple(meta["bad_row_examples"]),
     )
@@ -73,7 +67,7 @@ def find_logs(path: str | None) -> list[Path]:
 
 
 def converted_folder(files: list[Path]) -> Path:
-    """Where the converted form of these files, as they are now, belongs: beside them. Raises DataError."""
+    """Where the converted form of these files, as they are now, belongs: in their folder. Raises DataError."""
     try:
         facts = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     except OSError as error:
@@ -88,4 +82,4 @@ def _meta(folder: Path) -> dict | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: cannot be read ({error}); remove it, and the logs are converted anew") from None
+        raise DataError(f"{folder}: cannot be read ({error}); remove it, and the logs are converted again") from None

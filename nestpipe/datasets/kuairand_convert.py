@@ -25,6 +25,7 @@ import numpy as np
 from nestpipe.data.dataset import DataError
 from nestpipe.data.text_blocks import BadRows
 from nestpipe.datasets.kuairand_rows import LogRows, read_log
+from nestpipe.machine.locking import lock
 from nestpipe.machine.progress import Advance, progress
 
 #: Changes when the converted form does.
@@ -39,7 +40,7 @@ def convert(files: Sequence[Path], folder: Path, skip: bool) -> None:
     """Convert ``files`` into ``folder``. Raises DataError: a bad row (unless ``skip``), no good one, no space."""
     partial = folder.with_name(f".{folder.name}.partial")
     try:
-        with _alone(folder.with_name(f".{folder.name}.lock")):
+        with lock(folder.with_name(f".{folder.name}.lock")):
             if (folder / "meta.json").exists():
                 return  # another process did it while this one waited
             for remains in (partial, folder):
@@ -53,7 +54,7 @@ def convert(files: Sequence[Path], folder: Path, skip: bool) -> None:
                 raise
     except OSError as error:
         where = error.filename or folder
-        raise DataError(f"{where}: {error.strerror}; the converted form is written beside the logs") from None
+        raise DataError(f"{where}: {error.strerror}; the converted form belongs next to the logs") from None
 
 
 def _convert(files: Sequence[Path], folder: Path, skip: bool) -> None:
@@ -200,13 +201,3 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except OSError:
         raise DataError(f"{file}: has vanished; put it back and start again") from None
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """One process at a time; a lock that a killed process held is free again."""
-    import fcntl
-
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -84,27 +84,26 @@ def _rows(path: Path, block: Block, columns: Sequence[str], bad: BadRows) -> Log
 
 def _fast(block: Block, columns: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """The three columns, or None where any line is not plainly good."""
-    import pyarrow as pa
-    from pyarrow import csv as arrow_csv
+    import pyarrow.csv  # a large package that only this data set needs
 
     if not block.text:
         return None
     if _UNUSUAL[np.frombuffer(block.text, dtype=np.uint8)].any():
         return None
     try:
-        table = arrow_csv.read_csv(
-            pa.BufferReader(block.text),
-            read_options=arrow_csv.ReadOptions(
+        table = pyarrow.csv.read_csv(
+            pyarrow.BufferReader(block.text),
+            read_options=pyarrow.csv.ReadOptions(
                 use_threads=False, block_size=len(block.text) + 1, column_names=[str(n) for n in range(len(columns))]
             ),
-            parse_options=arrow_csv.ParseOptions(quote_char=False, ignore_empty_lines=False),
-            convert_options=arrow_csv.ConvertOptions(
+            parse_options=pyarrow.csv.ParseOptions(quote_char=False, ignore_empty_lines=False),
+            convert_options=pyarrow.csv.ConvertOptions(
                 include_columns=[str(columns.index(name)) for name in USED],
-                column_types={str(columns.index(name)): pa.int64() for name in USED},
+                column_types={str(columns.index(name)): pyarrow.int64() for name in USED},
                 null_values=[],
             ),
         )
-    except pa.ArrowInvalid:
+    except pyarrow.ArrowInvalid:
         return None
     if table.num_rows != block.lines:
         return None

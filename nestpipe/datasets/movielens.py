@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nestpipe.config import DataConfig, ModelConfig
-from nestpipe.data.dataset import DataError, Dataset, flat_ranges
+from nestpipe.config import DataConfig
+from nestpipe.data.dataset import DataError, Histories, flat_ranges
 from nestpipe.data.text_blocks import BadRows, blocks
 
 _FIELDS = ("user id", "item id", "rating", "timestamp")
@@ -23,7 +23,7 @@ _HEADER = b"userId,movieId,rating,timestamp"
 _WHOLE, _DECIMAL = rb"[0-9]{1,18}", rb"[0-9]+(?:\.[0-9]+)?"
 
 
-def load_movielens(config: DataConfig, model: ModelConfig, seed: int) -> Dataset:
+def movielens_histories(config: DataConfig, seed: int) -> Histories:
     """Read ``config.data_path``, the file or its folder. Raises DataError."""
     rows, bad = read_rows(_find(config.data_path), skip=config.on_bad_row == "skip")
     users, items, times = rows.T
@@ -37,17 +37,11 @@ def load_movielens(config: DataConfig, model: ModelConfig, seed: int) -> Dataset
         where = flat_ranges(first[users] + starts, counts)
         return flat_items[where], flat_times[where]
 
-    return Dataset(
-        name="movielens",
+    return Histories(
         items=int(dense_items.max()) + 1,
         lengths=ends - first - 1,
         test_items=flat_items[ends - 1],
         read=read,
-        batch_size=config.batch_size,
-        negatives=config.negatives,
-        sequence_length=model.sequence_length,
-        windows=config.windows,
-        seed=seed,
         bad_rows=bad.count,
         bad_row_examples=bad.examples,
     )

@@ -17,9 +17,9 @@ from importlib.resources import files
 
 import numpy as np
 
-from nestpipe.config import DataConfig, ModelConfig
+from nestpipe.config import DataConfig
 from nestpipe.data import counter_random as draws
-from nestpipe.data.dataset import Dataset, Reader, flat_ranges
+from nestpipe.data.dataset import Histories, Reader, flat_ranges
 
 _GROUP = 16  # items of a group
 _SESSION, _RUN = 24, 6  # positions that share an interest, a group
@@ -29,30 +29,20 @@ _FIRST_SECOND, _SECONDS = 1_649_376_000, 30 * 86_400  # the log runs from 2022-0
 _LENGTH, _INTEREST, _WHICH, _OF_GROUP, _OF_ITEM, _SOURCE, _JITTER = range(100, 107)  # purposes of draws
 
 
-def load_synthetic(config: DataConfig, model: ModelConfig, seed: int) -> Dataset:
-    """``scale`` x the items and interactions of KuaiRand-27K.
+def synthetic_histories(config: DataConfig, seed: int) -> Histories:
+    """``config.data_scale`` x the items and interactions of KuaiRand-27K.
 
-    Users, and interactions per user, shrink by the square root of ``scale`` each: were users alone
-    to shrink, a small set would be a handful of people who have each seen every video. ``config.users`` shares
-    the same interactions out among more or fewer.
+    Users, and interactions per user, shrink by the square root of ``data_scale`` each: if only users shrank, a small
+    set would be a handful of people who have each seen every video. ``config.users`` shares the same interactions out
+    among more or fewer.
     """
-    usual, items = max(2, round(27_285 * config.data_scale**0.5)), max(64, round(32_038_693 * config.data_scale))
+    usual = max(2, round(27_285 * config.data_scale**0.5))
+    items = max(64, round(32_038_693 * config.data_scale))
     users = config.users or usual
     lengths = _history_lengths(users, config.data_scale**0.5 * usual / users, seed)
     read = _reader(items, config.interest_clusters, lengths, seed)
     test_items, _ = read(np.arange(users), lengths - 1, np.ones(users, dtype=np.int64))
-    return Dataset(
-        name="synthetic",
-        items=items,
-        lengths=lengths - 1,
-        test_items=test_items,
-        read=read,
-        batch_size=config.batch_size,
-        negatives=config.negatives,
-        sequence_length=model.sequence_length,
-        windows=config.windows,
-        seed=seed,
-    )
+    return Histories(items=items, lengths=lengths - 1, test_items=test_items, read=read)
 
 
 def _resource(name: str) -> str:
@@ -77,7 +67,7 @@ def _exposures(items: int) -> np.ndarray:
 
 
 def _reader(items: int, clusters: int, lengths: np.ndarray, seed: int) -> Reader:
-    """``Dataset.read`` over items laid out by cluster, then popularity: clusters and groups are ranges."""
+    """``Histories.read`` over items laid out by cluster, then popularity: clusters and groups are ranges."""
     rng = np.random.default_rng([seed, 27])
     cluster = np.sort(rng.integers(0, clusters, items))
     rank = rng.permutation(items)

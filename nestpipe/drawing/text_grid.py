@@ -2,72 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
-
-from nestpipe.schedule.operations import Op, Schedule
-from nestpipe.schedule.stages import STAGES
-from nestpipe.simulator.virtual_lanes import virtual_timeline
-
-#: Columns that an operation takes in a drawing. Micro-batch stages are per micro-batch.
-UNITS = {"P": 3, "H": 2, "K": 2, "R": 4, "W": 2, "S": 1, "E": 1, "F": 1, "B": 2, "G": 1, "D": 1, "A": 2, "U": 1, "O": 1}
+from nestpipe.drawing.steady_step import StepSpan, steady_batch, steady_step
+from nestpipe.schedule.operations import Schedule
+from nestpipe.schedule.stages import COMPUTE_LANE, STAGES
 
 
-def grid(template: Schedule, columns: int | None = None) -> str:
+def grid(schedule: Schedule, columns: int | None = None) -> str:
     """One steady-state step as text; operations named relative to the step (``R+1``: for the next batch).
 
     An operation that began in the step before is marked ``<``. Idle compute is dots. A step that is wider than
-    ``columns`` goes on below itself.
+    ``columns`` continues below itself.
     """
-    steps = template.depth + max(template.rings.values()) + 3
-    ops = step_by_step(template).unroll(2 * steps)
-    durations = np.array([[float(UNITS[op.ref.stage])] for op in ops])
-    timeline = virtual_timeline(ops, durations)
-    middle = steps - 1
-    start, end = timeline.start[:, 0].astype(int), timeline.end[:, 0].astype(int)
-    bounds = [
-        max(end[i] for i, op in enumerate(ops) if op.lane == "compute" and op.ref.batch == b)
-        for b in (middle - 1, middle)
-    ]
-    low, high = int(bounds[0]), int(bounds[1])
-    width = max(len(_label(op, middle)) for op in ops if op.ref.batch < middle + 9) + 1
-    rows: dict[str, list[str]] = {}
+    step = steady_step(schedule, lambda op: op.stage.columns)
+    width = _cell_width(schedule)
     usual = list(dict.fromkeys(stage.lane for stage in STAGES.values()))
-    for lane in sorted(template.lanes, key=lambda lane: usual.index(lane) if lane in usual else len(usual)):
-        cells = ["." if lane == "compute" else " "] * (high - low)
-        for i, op in enumerate(ops):
-            if op.lane != lane or end[i] <= low or start[i] >= high:
-                continue
-            for column in range(max(start[i], low), min(end[i], high)):
-                cells[column - low] = "="
-            first = max(start[i], low) - low
-            cells[first] = ("<" if start[i] < low else "") + _label(op, middle)
-        rows[lane] = cells
-    piece = high - low if columns is None else max(4, (columns - len("allreduce ||")) // width)
+    lanes = sorted(schedule.lanes, key=lambda lane: usual.index(lane) if lane in usual else len(usual))
+    rows = {lane: _cells(lane, [s for s in step.spans if s.lane == lane], int(step.length)) for lane in lanes}
+    piece = int(step.length) if columns is None else max(4, (columns - len("allreduce ||")) // width)
     return "\n\n".join(
         "\n".join(
             f"{lane:>9} |" + "".join(_pad(cell, width) for cell in cells[at : at + piece]) + "|"
             for lane, cells in rows.items()
         )
-        for at in range(0, high - low, piece)
+        for at in range(0, int(step.length), piece)
     )
 
 
-def step_by_step(template: Schedule) -> Schedule:
-    """As the engine is driven: a step is handed to the lanes when the compute lane has done the step before.
-
-    Raises ValueError where no operation computes.
-    """
-    last = next((op.ref for op in reversed(template.ops) if op.lane == "compute"), None)
-    if last is None:
-        raise ValueError(f"{template.name}: no operation is on the lane 'compute', so a step has no end; add one")
-    before = last._replace(batch=last.batch - 1)
-    return replace(template, ops=tuple(replace(op, after=(*op.after, before)) for op in template.ops))
+def _cell_width(schedule: Schedule) -> int:
+    """Characters of a column: the longest name in a run from its first batch to the steady one, and a space."""
+    furthest = -(steady_batch(schedule) - 1)
+    return max(len(op.ref._replace(batch=furthest).relative()) for op in schedule.ops) + 1
 
 
-def _label(op: Op, step: int) -> str:
-    return op.ref._replace(batch=op.ref.batch - step).relative()
+def _cells(lane: str, spans: list[StepSpan], length: int) -> list[str]:
+    cells = ["." if lane == COMPUTE_LANE else " "] * length
+    for span in spans:
+        first, last = max(int(span.start), 0), min(int(span.end), length)
+        cells[first:last] = ["="] * (last - first)
+        cells[first] = ("<" if span.start < 0 else "") + span.name
+    return cells
 
 
 def _pad(cell: str, width: int) -> str:

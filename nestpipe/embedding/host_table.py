@@ -1,8 +1,9 @@
 """One rank's shard of the embedding tables, in host memory.
 
 Tables are sharded row-wise in equal blocks, as TorchRec does: rank r of n owns rows
-r * ceil(rows / n) and on. All tables of a model lie in one tensor, one after the other, so a single
+r * ceil(rows / n) and on. All tables of a model are in one tensor, one after the other, so a single
 local row number names table and row. A *row* is weight plus optimizer state wherever rows move.
+Retrieval gathers rows from here and write-back scatters them into it (``retrieval_write_back.Rows``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from nestpipe.data.tables import TableConfig
-from nestpipe.embedding.retrieval_write_back import Rows, empty_rows
+from nestpipe.embedding.memory import HOST
+from nestpipe.embedding.retrieval_write_back import Rows
 
 #: Rows that share a random generator: initial values come a block at a time, whatever the sharding.
 _INITIAL_BLOCK = 4096
@@ -25,7 +27,7 @@ def initial_rows(seed: int, table: TableConfig, start: int, stop: int) -> Tensor
 
     A row's values depend on (seed, table name, row) only.
     """
-    rows = torch.empty(stop - start, table.dim)
+    rows = HOST.empty(stop - start, table.dim)
     fill_initial_rows(rows, seed, table, start)
     return rows
 
@@ -37,7 +39,7 @@ def fill_initial_rows(out: Tensor, seed: int, table: TableConfig, start: int) ->
     for block in range(start // _INITIAL_BLOCK, -(-stop // _INITIAL_BLOCK)):
         first = block * _INITIAL_BLOCK
         generator.manual_seed(_mix(seed, table.name, block))
-        values = torch.empty(_INITIAL_BLOCK, table.dim).uniform_(-table.scale, table.scale, generator=generator)
+        values = HOST.empty(_INITIAL_BLOCK, table.dim).uniform_(-table.scale, table.scale, generator=generator)
         low, high = max(first, start), min(first + _INITIAL_BLOCK, stop)
         out[low - start : high - start] = values[low - first : high - first]
 
@@ -80,29 +82,52 @@ def shard_layout(tables: Sequence[TableConfig], world_size: int) -> ShardLayout:
     return ShardLayout(tuple(tables), world_size, block, base, sum(block))
 
 
-def host_table(layout: ShardLayout, rank: int, seed: int, state_width: int) -> Rows:
+@dataclass(frozen=True)
+class HostTable:
+    """Rank ``rank``'s shard of all tables: ``rows`` [layout.local_rows], in the order that ``layout`` gives."""
+
+    layout: ShardLayout
+    rank: int
+    rows: Rows
+
+    def block(self, name: str) -> Rows:
+        """This rank's rows of a table, without a copy; padded at the end of the table to equal blocks."""
+        t = self._number(name)
+        first, last = self.layout.base[t], self.layout.base[t] + self.layout.block[t]
+        return Rows(self.rows.weight[first:last], self.rows.state[first:last])
+
+    def load(self, name: str, values: Tensor) -> None:
+        """Set the weights of a table from the whole of it, float32 [rows, dim]; this rank takes what it owns."""
+        start, stop = self.layout.owned(self._number(name), self.rank)
+        self.block(name).weight[: stop - start] = values[start:stop]
+
+    def _number(self, name: str) -> int:
+        return [table.name for table in self.layout.tables].index(name)
+
+
+def host_table(layout: ShardLayout, rank: int, seed: int, state_width: int) -> HostTable:
     """This rank's shard with its initial values; optimizer state zero."""
     dim = layout.tables[0].dim
-    shard = Rows(torch.zeros(layout.local_rows, dim), torch.zeros(layout.local_rows, state_width))
+    rows = Rows(HOST.zeros(layout.local_rows, dim), HOST.zeros(layout.local_rows, state_width))
     for t, table in enumerate(layout.tables):
         start, stop = layout.owned(t, rank)
-        fill_initial_rows(shard.weight[layout.base[t] : layout.base[t] + stop - start], seed, table, start)
-    return shard
+        fill_initial_rows(rows.weight[layout.base[t] : layout.base[t] + stop - start], seed, table, start)
+    return HostTable(layout, rank, rows)
 
 
 def resharded_rows(shards: Sequence[Rows], layout: ShardLayout, rank: int) -> Rows:
     """Rank ``rank``'s shard by ``layout``, from all shards of the same tables over another number of ranks."""
     old = shard_layout(layout.tables, len(shards))
-    result = empty_rows(layout.local_rows, shards[0].weight.shape[1], shards[0].state.shape[1])
-    result.weight.zero_()
-    result.state.zero_()
+    dim, state_width = shards[0].weight.shape[1], shards[0].state.shape[1]
+    result = Rows(HOST.zeros(layout.local_rows, dim), HOST.zeros(layout.local_rows, state_width))
     for t in range(len(layout.tables)):
         start, stop = layout.owned(t, rank)
         for source, shard in enumerate(shards):
             first, last = old.owned(t, source)
             low, high = max(start, first), min(stop, last)
             if low < high:
-                to, of = layout.base[t] + low - start, old.base[t] + low - first
-                result.weight[to : to + high - low] = shard.weight[of : of + high - low]
-                result.state[to : to + high - low] = shard.state[of : of + high - low]
+                to = slice(layout.base[t] + low - start, layout.base[t] + high - start)
+                source_rows = slice(old.base[t] + low - first, old.base[t] + high - first)
+                result.weight[to] = shard.weight[source_rows]
+                result.state[to] = shard.state[source_rows]
     return result

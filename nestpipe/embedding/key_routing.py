@@ -15,9 +15,14 @@ from torch import Tensor
 
 from nestpipe.data.batch import Batch
 from nestpipe.embedding.host_table import ShardLayout
+from nestpipe.embedding.memory import HOST
 from nestpipe.ranks.collectives import Exchange
 
 Agree = Callable[[int, bool], tuple[int, bool]]
+
+
+def _no_positions() -> Tensor:
+    return HOST.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class MicroPlan:
 
     ``inverse`` [keys]: per key, features one after the other, its row among the received;
     ``receive``/``send``: rows from and to each rank; ``send_index`` [sum(send)]: positions in the
-    buffer of the rows that travel, in rank order of their requesters. Where tables are replicated over groups:
+    buffer of the rows that travel, in rank order of their requesters. If tables are replicated over groups:
     ``everywhere`` [n], positions in the buffer of the rows that any group's micro-batch touches, and ``arrive_index``
     [sum(send)], positions in ``everywhere`` of the rows that travel here.
     """
@@ -51,9 +56,9 @@ class RoutingPlan:
     """
 
     micro: tuple[MicroPlan, ...] = ()
-    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    shared: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    shared_before: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    rows: Tensor = field(default_factory=_no_positions)
+    shared: Tensor = field(default_factory=_no_positions)
+    shared_before: Tensor = field(default_factory=_no_positions)
     global_samples: int = 0
     travelling: int = 0
     distinct: int = 0
@@ -63,14 +68,14 @@ class RoutingPlan:
 
     @property
     def synchronised(self) -> list[int]:
-        """Rows per micro-batch that D exchanges; empty where tables are not replicated."""
+        """Rows per micro-batch that D exchanges; empty if tables are not replicated."""
         return [len(m.everywhere) for m in self.micro if m.everywhere is not None]
 
 
 def batch_keys(parts: Sequence[Batch], layout: ShardLayout) -> Tensor:
     """int64 [keys]: every key as (micro-batch, owner, local row) in one number, so that sorting groups them so.
 
-    Raises ValueError naming feature, key and table where a key is negative or beyond the table.
+    Raises ValueError naming feature, key and table if a key is negative or beyond the table.
     """
     span = layout.world_size * layout.local_rows
     pieces = []
@@ -92,7 +97,24 @@ def batch_keys(parts: Sequence[Batch], layout: ShardLayout) -> Tensor:
                     owner = keys // layout.block[t]
                     local = keys - owner * layout.block[t]
                     pieces.append(owner * layout.local_rows + local + (m * span + layout.base[t]))
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+    return torch.cat(pieces) if pieces else _no_positions()
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What this rank asks for. ``distinct`` int64, sorted as ``batch_keys`` numbers them; ``inverse`` int64 [keys];
+    ``bounds`` int64 [micro-batches * ranks + 1]: where each (micro-batch, owner) begins in ``distinct``;
+    ``counts`` int64 [micro-batches, ranks].
+    """
+
+    distinct: Tensor
+    inverse: Tensor
+    bounds: np.ndarray
+    counts: np.ndarray
+
+
+def _no_agreement(samples: int, ended: bool) -> tuple[int, bool]:
+    return samples, ended
 
 
 def route(
@@ -100,80 +122,105 @@ def route(
     ended: bool,
     layout: ShardLayout,
     exchange: Exchange,
-    before: RoutingPlan | None,
-    agree: Agree = lambda samples, ended: (samples, ended),
+    previous: RoutingPlan | None,
+    agree: Agree = _no_agreement,
 ) -> RoutingPlan:
     """The routing plan of a batch given as its micro-batches. Collective: one exchange of sizes, one of keys.
 
     ``ended``: this rank has no more data and ``parts`` are empty; it takes part until no rank has any.
-    ``before``: the previous batch's plan, where buffers are to be synchronised with it. ``agree``: what the group of
-    ``exchange`` knows (samples, has the data ended) -> what all ranks know.
+    ``previous``: the plan of the batch before, if buffers are to be synchronised with it. ``agree``: maps what the
+    group of ``exchange`` knows, (samples, has the data ended), to what all ranks know.
     """
-    world, micros = layout.world_size, len(parts)
-    keys = batch_keys(parts, layout)
-    distinct, inverse = torch.unique(keys, return_inverse=True)
-    span = world * layout.local_rows
-    # Counts are numpy's: on a few numbers it is faster than torch, and does not give the interpreter away each time.
-    edges = torch.from_numpy(np.arange(micros * world + 1) * layout.local_rows)
-    bounds = torch.searchsorted(distinct, edges).numpy()
-    wanted = np.diff(bounds).reshape(micros, world)
-
-    facts = np.empty((world, micros + 2), dtype=np.int64)
-    facts[:, :micros], facts[:, micros], facts[:, micros + 1] = wanted.T, sum(map(len, parts)), ended
-    theirs = np.empty_like(facts)
-    exchange.all_to_all(torch.from_numpy(theirs), torch.from_numpy(facts), [1] * world, [1] * world)
-    asked, samples_of, ended_of = theirs[:, :micros], theirs[:, micros], theirs[:, micros + 1]
-    global_samples, all_ended = agree(int(samples_of.sum()), bool(ended_of.all()))
+    wanted = _count(parts, layout)
+    asked, samples, group_ended = _exchange_counts(wanted, sum(map(len, parts)), ended, exchange)
+    global_samples, all_ended = agree(samples, group_ended)
     if all_ended:
         return RoutingPlan(ended=True)
-
-    # Keys travel grouped by owner; they were sorted by micro-batch first.
-    local = distinct % layout.local_rows
-    pieces = local.split(wanted.flatten().tolist())
-    outgoing = local if micros == 1 else torch.cat([pieces[m * world + r] for r in range(world) for m in range(micros)])
-    incoming = torch.empty(int(asked.sum()), dtype=torch.int64)
-    exchange.all_to_all(incoming, outgoing, asked.sum(1).tolist(), wanted.sum(0).tolist())
-
-    if world == 1 and micros == 1:
+    local = wanted.distinct % layout.local_rows
+    incoming = _exchange_keys(local, wanted.counts, asked, exchange)
+    if asked.size == 1:
         rows, positions = local, torch.arange(len(local))  # already distinct and sorted
     else:
         rows, positions = torch.unique(incoming, return_inverse=True)
-    chunks = positions.split(asked.flatten().tolist())  # [requester][micro-batch]
-    features = [feature for table in layout.tables for feature in table.features]
-    inverses = inverse.split([sum(part.sparse[feature].values().numel() for feature in features) for part in parts])
-    starts = bounds[: micros * world : world].tolist()  # each micro-batch's first key
-    plans = []
-    for m in range(micros):
-        index = [chunks[r * micros + m] for r in range(world)]
-        plans.append(
-            MicroPlan(
-                inverses[m] - starts[m] if starts[m] else inverses[m],
-                tuple(wanted[m].tolist()),
-                tuple(asked[:, m].tolist()),
-                index[0] if world == 1 else torch.cat(index),
-            )
-        )
-    shared, shared_before = shared_positions(rows, before.rows) if before is not None else (rows[:0], rows[:0])
-    once = distinct if micros == 1 else torch.unique(distinct % span)
-    own = edges[exchange.rank : exchange.rank + 2]
+    micro = _micro_plans(parts, layout, wanted, asked, positions)
+    shared, shared_before = shared_positions(rows, previous.rows) if previous is not None else (rows[:0], rows[:0])
+    span = layout.world_size * layout.local_rows
+    once = wanted.distinct if len(parts) == 1 else torch.unique(wanted.distinct % span)
+    own = torch.tensor([exchange.rank * layout.local_rows, (exchange.rank + 1) * layout.local_rows])
     low, high = torch.searchsorted(once, own).tolist()
     return RoutingPlan(
-        micro=tuple(plans),
+        micro=micro,
         rows=rows,
         shared=shared,
         shared_before=shared_before,
         global_samples=global_samples,
-        travelling=len(distinct),
+        travelling=len(wanted.distinct),
         distinct=len(once),
-        remote=len(distinct) - int(wanted[:, exchange.rank].sum()),
+        remote=len(wanted.distinct) - int(wanted.counts[:, exchange.rank].sum()),
         minimum_remote=len(once) - (high - low),
     )
 
 
-def shared_positions(rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+def _count(parts: Sequence[Batch], layout: ShardLayout) -> _Wanted:
+    """Deduplicate each micro-batch's keys, and count them by owner."""
+    distinct, inverse = torch.unique(batch_keys(parts, layout), return_inverse=True)
+    # Counts are numpy's: on a few numbers it is faster than torch, and does not give the interpreter away each time.
+    edges = torch.from_numpy(np.arange(len(parts) * layout.world_size + 1) * layout.local_rows)
+    bounds = torch.searchsorted(distinct, edges).numpy()
+    return _Wanted(distinct, inverse, bounds, np.diff(bounds).reshape(len(parts), layout.world_size))
+
+
+def _exchange_counts(wanted: _Wanted, samples: int, ended: bool, exchange: Exchange) -> tuple[np.ndarray, int, bool]:
+    """Keys that each rank asks this one for, int64 [ranks, micro-batches]; samples of the group; has its data ended."""
+    micros, world = wanted.counts.shape
+    facts = np.empty((world, micros + 2), dtype=np.int64)
+    facts[:, :micros] = wanted.counts.T
+    facts[:, micros] = samples
+    facts[:, micros + 1] = ended
+    theirs = np.empty_like(facts)
+    exchange.all_to_all(torch.from_numpy(theirs), torch.from_numpy(facts), [1] * world, [1] * world)
+    return theirs[:, :micros], int(theirs[:, micros].sum()), bool(theirs[:, micros + 1].all())
+
+
+def _exchange_keys(local: Tensor, counts: np.ndarray, asked: np.ndarray, exchange: Exchange) -> Tensor:
+    """int64 [asked.sum()]: local rows that the ranks ask for, by rank and then by micro-batch."""
+    micros, world = counts.shape
+    outgoing = local
+    if micros > 1:  # keys travel grouped by owner; they were sorted by micro-batch first
+        pieces = local.split(counts.flatten().tolist())
+        outgoing = torch.cat([pieces[m * world + r] for r in range(world) for m in range(micros)])
+    incoming = HOST.empty(int(asked.sum()), dtype=torch.int64)
+    exchange.all_to_all(incoming, outgoing, asked.sum(1).tolist(), counts.sum(0).tolist())
+    return incoming
+
+
+def _micro_plans(
+    parts: Sequence[Batch], layout: ShardLayout, wanted: _Wanted, asked: np.ndarray, positions: Tensor
+) -> tuple[MicroPlan, ...]:
+    """``positions`` int64 [asked.sum()]: of each row that is asked for in the buffer."""
+    micros, world = wanted.counts.shape
+    chunks = positions.split(asked.flatten().tolist())  # [requester][micro-batch]
+    features = [feature for table in layout.tables for feature in table.features]
+    keys = [sum(part.sparse[feature].values().numel() for feature in features) for part in parts]
+    starts = wanted.bounds[: micros * world : world].tolist()  # each micro-batch's first key
+    plans = []
+    for m, inverse in enumerate(wanted.inverse.split(keys)):
+        index = [chunks[r * micros + m] for r in range(world)]
+        plans.append(
+            MicroPlan(
+                inverse=inverse - starts[m] if starts[m] else inverse,
+                receive=tuple(wanted.counts[m].tolist()),
+                send=tuple(asked[:, m].tolist()),
+                send_index=index[0] if world == 1 else torch.cat(index),
+            )
+        )
+    return tuple(plans)
+
+
+def shared_positions(rows: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of the common values of two sorted, distinct int64 vectors, in each."""
-    if not len(rows) or not len(before):
+    if not len(rows) or not len(previous):
         return rows[:0], rows[:0]
-    at = torch.searchsorted(before, rows).clamp_(max=len(before) - 1)
-    shared = (before[at] == rows).nonzero().squeeze(1)
+    at = torch.searchsorted(previous, rows).clamp_(max=len(previous) - 1)
+    shared = (previous[at] == rows).nonzero().squeeze(1)
     return shared, at[shared]

@@ -13,17 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nestpipe.embedding.key_routing import RoutingPlan, shared_positions
+from nestpipe.embedding.memory import HOST
 from nestpipe.ranks.collectives import Exchange
 
 
 def check_groups(ranks: int, groups: int) -> None:
-    """Raises ValueError where ``ranks`` ranks make no ``groups`` groups of equal size."""
+    """Raises ValueError if ``ranks`` ranks make no ``groups`` groups of equal size."""
     if groups < 1 or ranks % groups:
         raise ValueError(f"{ranks} ranks cannot be split into {groups} replica groups of equal size")
 
 
 def sharding_groups(groups: int) -> list[list[int]] | None:
-    """Ranks of each group; None where one group holds all. Raises ValueError for what cannot be split."""
+    """Ranks of each group; None if one group holds all. Raises ValueError for what cannot be split."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     check_groups(ranks, groups)
     return [list(range(g, ranks, groups)) for g in range(groups)] if groups > 1 else None
@@ -36,7 +37,10 @@ def replica_groups(groups: int) -> list[list[int]]:
 
 
 class Replicas:
-    """This rank's fellows in the other groups: one process group for key routing (K), one for D. Collective."""
+    """The ranks holding this rank's shard in the other groups: a process group for key routing (K), one for D.
+
+    Collective.
+    """
 
     def __init__(self, groups: int):
         self.groups = groups
@@ -48,7 +52,7 @@ class Replicas:
         self.exchanges["replica keys"].all_reduce(facts)
         return int(facts[0]), int(facts[1]) == self.groups
 
-    def widened(self, plan: RoutingPlan, before: RoutingPlan | None) -> RoutingPlan:
+    def widened(self, plan: RoutingPlan, previous: RoutingPlan | None) -> RoutingPlan:
         """``plan`` with the rows that any group touches: their replicas here are to be updated too. Part of K."""
         own = [plan.rows[micro.send_index.unique()] for micro in plan.micro]
         everywhere = [rows.unique() for rows in self._gathered(own)]
@@ -63,7 +67,7 @@ class Replicas:
             )
             for m, union in zip(plan.micro, everywhere, strict=True)
         )
-        shared, shared_before = (rows[:0], rows[:0]) if before is None else shared_positions(rows, before.rows)
+        shared, shared_before = (rows[:0], rows[:0]) if previous is None else shared_positions(rows, previous.rows)
         return replace(plan, micro=micro, rows=rows, shared=shared, shared_before=shared_before)
 
     def _gathered(self, pieces: list[Tensor]) -> list[Tensor]:
@@ -71,7 +75,7 @@ class Replicas:
         exchange, groups = self.exchanges["replica keys"], self.groups
         counts = exchange.all_gather(torch.tensor([len(p) for p in pieces]))  # [groups, micro-batches]
         mine = torch.cat(pieces)
-        received = torch.empty(int(counts.sum()), dtype=torch.int64)
+        received = HOST.empty(int(counts.sum()), dtype=torch.int64)
         exchange.all_to_all(received, mine.repeat(groups), counts.sum(1).tolist(), [len(mine)] * groups)
         parts = received.split(counts.flatten().tolist())
         return [torch.cat(parts[m :: len(pieces)]) for m in range(len(pieces))]

@@ -1,4 +1,8 @@
-"""Embedding rows on the move: retrieval from the host table into a buffer, and write-back."""
+"""Embedding rows on the move between the host table and a buffer.
+
+Retrieval (stage R) is ``gather``: rows of the table into a buffer. Write-back (W) is ``scatter``: a buffer's rows
+into the table.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from nestpipe.embedding.memory import HOST, Memory
 
 
 @dataclass
@@ -19,13 +25,13 @@ class Rows:
         return len(self.weight)
 
     def gather(self, index: Tensor, out: Rows) -> None:
-        """``out[i] = self[index[i]]``."""
+        """Retrieval: ``out[i] = self[index[i]]``, weight and state."""
         torch.index_select(self.weight, 0, index, out=out.weight)
         if self.state.shape[1]:
             torch.index_select(self.state, 0, index, out=out.state)
 
     def scatter(self, index: Tensor, rows: Rows) -> None:
-        """``self[index[i]] = rows[i]``; indices are distinct."""
+        """Write-back: ``self[index[i]] = rows[i]``, weight and state; indices are distinct."""
         self.weight.index_copy_(0, index, rows.weight)
         if self.state.shape[1]:
             self.state.index_copy_(0, index, rows.state)
@@ -40,5 +46,6 @@ class Rows:
         return Rows(self.weight[:count], self.state[:count])
 
 
-def empty_rows(count: int, dim: int, state_width: int) -> Rows:
-    return Rows(torch.empty(count, dim), torch.empty(count, state_width))
+def empty_rows(count: int, dim: int, state_width: int, memory: Memory = HOST) -> Rows:
+    """Room for ``count`` rows, values not set."""
+    return Rows(memory.empty(count, dim), memory.empty(count, state_width))

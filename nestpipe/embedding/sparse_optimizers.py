@@ -49,9 +49,13 @@ def _adam(optimizer: SparseOptimizer, rows: Rows, gradient: Tensor) -> None:
     count += 1
     m.lerp_(gradient, 1 - first)
     v.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-    left = lambda beta: torch.expm1(count * math.log(beta)).neg_()  # 1 - beta^k without its cancellation  # noqa: E731
-    root = (v / left(second)).sqrt_().add_(optimizer.eps)
-    rows.weight.sub_((m / left(first)).div_(root), alpha=optimizer.lr)
+    root = (v / _one_minus_power(second, count)).sqrt_().add_(optimizer.eps)
+    rows.weight.sub_((m / _one_minus_power(first, count)).div_(root), alpha=optimizer.lr)
+
+
+def _one_minus_power(beta: float, count: Tensor) -> Tensor:
+    """1 - beta^count without its cancellation."""
+    return torch.expm1(count * math.log(beta)).neg_()
 
 
 def momentum_scaled(optimizer: SparseOptimizer, scale: float) -> SparseOptimizer:
@@ -72,7 +76,8 @@ def averaged_update(optimizer: SparseOptimizer, rows: Rows, gradients: Tensor) -
     equal before, so every rank computes all of them from the same ``rows``.
     """
     groups = len(gradients)
-    weight, state = torch.zeros_like(rows.weight), torch.zeros_like(rows.state)
+    weight = torch.zeros_like(rows.weight)
+    state = torch.zeros_like(rows.state)
     for gradient in gradients:
         replica = Rows(rows.weight.clone(), rows.state.clone())
         sparse_update(optimizer, replica, gradient.mul_(groups))

@@ -1,8 +1,4 @@
-"""Lanes run the operations of a schedule: one at a time on a lane, in schedule order, after what they wait for.
-
-``ThreadLanes`` has a thread per lane; ``OneAtATime`` runs the same list on the caller's thread.
-Both have the interface ``start``, ``run_step``, ``wait``, ``drain``, ``close``, so that CUDA streams can follow.
-"""
+"""Lanes that are threads of this process."""
 
 from __future__ import annotations
 
@@ -13,19 +9,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from nestpipe.engine.lanes import Execute, LaneStopped
 from nestpipe.measurement.trace import Span
 from nestpipe.schedule.operations import Ref, Schedule
+from nestpipe.schedule.stages import COMPUTE_LANE
 
 #: Seconds a lane may hold the interpreter while another asks for it. Python's 5 ms would let one
 #: lane's small operations wait for a whole forward pass of another's.
 _SWITCH_INTERVAL = 5e-5
 
-Execute = Callable[[Ref], None]
 Delay = Callable[[Ref], float]
-
-
-class LaneStopped(RuntimeError):
-    """Raised in what waits on lanes after an operation has failed; ``__cause__`` is the first error."""
 
 
 @dataclass
@@ -41,13 +34,12 @@ class _Lane:
 
 
 class ThreadLanes:
-    """A thread per lane; the ``inline`` lane, if there is one, runs on the thread that calls ``run_step``.
+    """A thread per lane; the compute lane, if there is one, runs on the thread that calls ``run_step``.
 
-    ``execute`` runs one operation, named with its absolute batch. ``delay``: seconds to sleep before
-    an operation, for tests that shake the order.
+    ``delay``: seconds to sleep before an operation, for tests that shake the order.
     """
 
-    def __init__(self, schedule: Schedule, execute: Execute, inline: str = "compute", delay: Delay | None = None):
+    def __init__(self, schedule: Schedule, execute: Execute, delay: Delay | None = None):
         self._execute = execute
         self._delay = delay
         self._error: BaseException | None = None
@@ -55,12 +47,12 @@ class ThreadLanes:
         self._first_step = 0
         self._spans: list[Span] = []
         self._lanes = _programs(schedule)
-        self._inline = self._lanes.get(inline)
-        self._place = _places(schedule, self._lanes)
+        self._compute = self._lanes.get(COMPUTE_LANE)
+        self._places = schedule.places
         self._threads = [
             threading.Thread(target=self._serve, args=(lane,), name=f"lane-{name}", daemon=True)
             for name, lane in self._lanes.items()
-            if lane is not self._inline
+            if lane is not self._compute
         ]
         self._usual_interval = sys.getswitchinterval()
         sys.setswitchinterval(min(_SWITCH_INTERVAL, self._usual_interval))
@@ -68,30 +60,27 @@ class ThreadLanes:
             thread.start()
 
     def start(self, first_step: int) -> None:
-        """Begin anew at ``first_step``; the lanes must be idle."""
         self._first_step = first_step
         for lane in self._lanes.values():
             with lane.changed:
                 lane.done = lane.submitted = 0
 
     def run_step(self, step: int) -> None:
-        """Hand ``step`` to every lane and run the inline lane's part of it here."""
         for lane in self._lanes.values():
             with lane.changed:
                 lane.submitted += len(lane.program)
-                if lane is not self._inline:
+                if lane is not self._compute:
                     lane.steps.append(step)
                     lane.changed.notify_all()
-        if self._inline is not None:
-            self._run(self._inline, step)
+        if self._compute is not None:
+            self._run(self._compute, step)
 
-    def wait(self, op: Ref) -> None:
-        """Wait until ``op`` (absolute batch) has run; its step must have been handed over."""
-        lane, offset, position = self._place[op.stage, op.micro]
-        self._wait(lane, (op.batch - offset - self._first_step) * len(lane.program) + position + 1)
+    def wait(self, ref: Ref) -> None:
+        place = self._places[ref.in_step()]
+        lane = self._lanes[place.lane]
+        self._wait(lane, (ref.batch - place.offset - self._first_step) * len(lane.program) + place.on_lane + 1)
 
     def drain(self) -> None:
-        """Wait until every lane has run all that was handed to it."""
         for lane in self._lanes.values():
             self._wait(lane, lane.submitted)
 
@@ -163,56 +152,13 @@ class ThreadLanes:
                 lane.changed.notify_all()
 
 
-class OneAtATime:
-    """The same list run one operation at a time, in schedule order, on the caller's thread."""
-
-    def __init__(self, schedule: Schedule, execute: Execute):
-        self._ops = [(op.ref, op.lane) for op in schedule.ops]
-        self._execute = execute
-        self._spans: list[Span] = []
-
-    def start(self, first_step: int) -> None:
-        pass
-
-    def wait(self, op: Ref) -> None:
-        pass
-
-    def run_step(self, step: int) -> None:
-        for ref, lane in self._ops:
-            named = ref._replace(batch=ref.batch + step)
-            begin = time.perf_counter_ns()
-            self._execute(named)
-            self._spans.append(Span(*named, lane, begin, time.perf_counter_ns()))
-
-    def drain(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def take_spans(self) -> list[Span]:
-        spans, self._spans = self._spans, []
-        return spans
-
-
 def _programs(schedule: Schedule) -> dict[str, _Lane]:
     """Per lane its operations in a step, with their waits: (lane, steps from this one, place in that lane's step)."""
     lanes = {name: _Lane(name) for name in schedule.lanes}
-    place = _places(schedule, lanes)
     for op in schedule.ops:
         needs = []
         for ref in op.after:
-            lane, offset, at = place[ref.stage, ref.micro]
-            needs.append((lane, ref.batch - offset, at))
+            place = schedule.places[ref.in_step()]
+            needs.append((lanes[place.lane], ref.batch - place.offset, place.on_lane))
         lanes[op.lane].program.append((op.ref, needs))
     return lanes
-
-
-def _places(schedule: Schedule, lanes: dict[str, _Lane]) -> dict[tuple[str, int], tuple[_Lane, int, int]]:
-    """Where an operation stands: (lane, batch offset in the template, position in the lane's step)."""
-    place = {}
-    position = dict.fromkeys(lanes, 0)
-    for op in schedule.ops:
-        place[op.ref.stage, op.ref.micro] = (lanes[op.lane], op.ref.batch, position[op.lane])
-        position[op.lane] += 1
-    return place

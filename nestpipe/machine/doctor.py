@@ -1,6 +1,7 @@
-"""What this machine can run: checks of versions, devices and tools, each with the fix where one is needed.
+"""What this machine can run: checks of versions, devices and tools, each with the fix if one is needed.
 
-Nothing here needs more than the standard library, so it also explains an installation that does not import.
+Nothing here needs more than the standard library, so ``python -m nestpipe.machine.doctor`` also explains an
+installation that does not import.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import tempfile
 from typing import Literal
 
-from nestpipe.machine.versions import installed_versions, mismatch
+from nestpipe.machine.versions import installed_versions, load_error, mismatch
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -26,7 +27,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One finding. "fail": nothing runs; "warn": something optional does not. `fix` is "" where none is needed."""
+    """One finding. "fail": nothing runs; "warn": something optional does not. ``fix`` is "" if none is needed."""
 
     name: str
     status: Status
@@ -53,28 +54,6 @@ def exit_code(checks: list[Check]) -> int:
     return int(any(check.status == "fail" for check in checks))
 
 
-def print_report(checks: list[Check]) -> None:
-    """A table by rich where it is installed, plain lines elsewhere."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(plain_report(checks))
-        return
-    colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for _ in range(3):
-        table.add_column(overflow="fold")
-    from rich.text import Text
-
-    for check in checks:
-        detail = Text(check.detail)
-        if check.fix:
-            detail.append(f"\n-> {check.fix}", style="cyan")
-        table.add_row(Text(check.status, style=colours[check.status]), check.name, detail)
-    Console().print(table)
-
-
 def plain_report(checks: list[Check]) -> str:
     """The report as text without colour."""
     lines = []
@@ -93,8 +72,7 @@ def _python() -> Check:
 
 def _torch() -> list[Check]:
     try:
-        import torch
-        import torch.distributed as dist
+        import torch  # here, since a torch that does not import is a finding
     except (ImportError, OSError) as error:
         return [Check("torch", "fail", f"does not import: {error}", "make setup, or pip install torch")]
     build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
@@ -107,6 +85,7 @@ def _torch() -> list[Check]:
         )
     else:
         version = Check("torch", "ok", f"{torch.__version__}, {build}")
+    dist = torch.distributed
     if not dist.is_available() or not dist.is_gloo_available():
         backends = Check("backends", "fail", "this torch has no gloo", "install a torch built with distributed")
     else:
@@ -127,15 +106,11 @@ def _torchrec() -> Check:
         )  # fmt: skip
     if mismatch(versions):
         return Check("torchrec", "fail", f"{found}: they do not match", "make clean setup (installs the tested set)")
-    try:
-        import fbgemm_gpu
-        import torchrec
-    except (ImportError, OSError) as error:
+    if error := load_error("fbgemm_gpu", "torchrec"):
         return Check(
             "torchrec", "fail", f"{found}: does not load ({str(error).splitlines()[0]})",
-            "make clean setup; without CUDA, fbgemm-gpu-cpu must not stand beside the CUDA build of fbgemm-gpu",
+            "make clean setup; without CUDA, do not install the CUDA build fbgemm-gpu next to fbgemm-gpu-cpu",
         )  # fmt: skip
-    del fbgemm_gpu, torchrec
     return Check("torchrec", "ok", found)
 
 
@@ -200,10 +175,10 @@ def _slurm() -> Check:
     present = [tool for tool in ("sinfo", "sbatch", "squeue", "sacct") if shutil.which(tool)]
     if {"sinfo", "sbatch"} <= set(present):
         return Check("Slurm", "ok", ", ".join(present))
-    return Check("Slurm", "warn", "no sinfo or sbatch: sweeps run on this machine alone", "apt install slurm-client")
+    return Check("Slurm", "warn", "no sinfo or sbatch: sweeps run on this machine only", "apt install slurm-client")
 
 
 if __name__ == "__main__":
     findings = diagnose()
-    print_report(findings)
+    print(plain_report(findings))
     sys.exit(exit_code(findings))

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and places tried before they are needed."""
+"""Files that are written whole or not at all, places that are tried before they are needed, names of files."""
 
 from __future__ import annotations
 
@@ -22,35 +22,43 @@ def require_writable(path: Path) -> None:
 
 
 def require_writable_folder(folder: Path) -> None:
-    """Make ``folder`` if need be, and try to write in it. Raises NotWritable with the reason."""
+    """Make ``folder`` if it is not there, and try to write in it. Raises NotWritable with the reason."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (FileExistsError, NotADirectoryError):
-        raise NotWritable(f"cannot write into {folder}: it is no folder; choose another place") from None
+        raise NotWritable(f"cannot write into {folder}: it is not a folder; choose another place") from None
     except OSError as error:
         raise NotWritable(f"cannot write into {folder}: {error.strerror}; choose another place") from None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """The file is there whole or not at all. Raises OSError, with nothing left behind, where it cannot be written.
+def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
+    """Write the whole file or nothing. Raises OSError, with nothing left behind, if it cannot be written.
 
-    A link stays one, and what is no file (``/dev/stdout``, a pipe) is written to, not put away.
+    Text is written as UTF-8. ``durable``: the content is on disk when this returns. A link stays a link, and what is
+    not a file (``/dev/stdout``, a pipe) is written to, not replaced.
     """
     path = path.resolve()
+    data = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(data)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def slug(text: str) -> str:
+    """``text`` as a part of a file name: "-" takes the place of everything but letters and digits."""
+    return "".join(c if c.isalnum() else "-" for c in text).strip("-")

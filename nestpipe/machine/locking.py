@@ -1,30 +1,43 @@
-"""One writer at a time in a folder, on this machine."""
+"""File locks between processes of this machine. The lock of a process that has ended, however it ended, is free."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
+#: What a file system that has no locks answers.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
 
 @contextlib.contextmanager
-def only_one(folder: Path, error: type[Exception], option: str, busy: str) -> Iterator[None]:
-    """Hold ``folder``'s lock; children do not inherit it, so it is free once this process ends.
+def lock(file: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of ``file``, which is made if it is not there. Children do not inherit the lock.
 
-    Raises ``error``: with ``busy`` where another process holds it, naming ``option`` where the folder cannot be
-    written. On a file system without locks nothing is held.
+    Raises BlockingIOError if another process holds it and ``wait`` is False, OSError if the file cannot be opened or
+    its file system has no locks.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / ".lock").open("w")
-    except OSError as problem:
-        raise error(f"cannot write into {folder}: {problem.strerror}; choose another {option}") from None
-    with handle:
+    with file.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+@contextlib.contextmanager
+def sole_writer(folder: Path, *, busy: str, option: str, error: type[Exception]) -> Iterator[None]:
+    """Let no other process write to ``folder``, which is made if it is not there.
+
+    Raises ``error``: with the text ``busy`` if another process holds the folder; with a text that names the command
+    line's ``option`` if the folder cannot be written. On a file system without locks nothing is held.
+    """
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(lock(folder / ".lock", wait=False))
         except BlockingIOError:
             raise error(busy) from None
-        except OSError:
-            pass
+        except OSError as problem:
+            if problem.errno not in _NO_LOCKS:
+                raise error(f"cannot write into {folder}: {problem.strerror}; choose another {option}") from None
         yield

@@ -1,8 +1,8 @@
-"""Do torch, torchrec and fbgemm fit together? Checked where torchrec is imported, never before.
+"""Do torch, torchrec and fbgemm fit together? This is checked when torchrec is imported, never before.
 
-The three are built against each other: fbgemm 1.9 does not load beside torch 2.13 (undefined symbol), and the
-CUDA wheel of fbgemm, which torchrec asks for, breaks a CPU install (`libtorch_cuda.so`). The errors that come
-of it name neither the versions nor the fix; this one does. The engine itself needs torch alone.
+The three are built against each other: fbgemm 1.9 does not load with torch 2.13 (undefined symbol), and the CUDA
+wheel of fbgemm, which torchrec asks for, breaks a CPU install (``libtorch_cuda.so``). The errors that follow name
+neither the versions nor the fix; this one does. The engine itself needs only torch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ On a CPU, torchrec's own dependency fbgemm-gpu must stay out: it is the CUDA bui
 
 
 def installed_versions(version: Callable[[str], str] = metadata.version) -> dict[str, str]:
-    """Version of torch, torchrec and fbgemm by name, without a build tag (`+cpu`); `not installed` where absent.
+    """Version of torch, torchrec and fbgemm by name, without a build tag (``+cpu``); ``not installed`` if absent.
 
-    fbgemm is what the CPU distribution says where it is installed, else the CUDA one.
+    The version of fbgemm is that of the CPU distribution if it is installed, else that of the CUDA one.
     """
 
     def first_of(*distributions: str) -> str:
@@ -43,7 +43,7 @@ def installed_versions(version: Callable[[str], str] = metadata.version) -> dict
 
 
 def mismatch(found: dict[str, str]) -> str | None:
-    """What is wrong with the installed triple and how to mend it, or None where it is the tested one."""
+    """What is wrong with the installed triple and how to mend it, or None if it is the tested one."""
     wrong = [n for n, want in TESTED.items() if found[n] != want and not found[n].startswith(want + ".")]
     if not wrong:
         return None
@@ -56,11 +56,18 @@ def require_torchrec() -> None:
     problem = mismatch(found)
     if problem:
         raise ImportError(problem)
-    try:
-        import_module("fbgemm_gpu")
-        import_module("torchrec")
-    except (ImportError, OSError) as error:
+    if error := load_error("fbgemm_gpu", "torchrec"):
         raise ImportError(_explain(found, f"they do not load: {error}")) from error
+
+
+def load_error(*modules: str) -> ImportError | OSError | None:
+    """What the first of ``modules`` that cannot be imported raises; None if all can."""
+    try:
+        for module in modules:
+            import_module(module)
+    except (ImportError, OSError) as error:
+        return error
+    return None
 
 
 def _explain(found: dict[str, str], what: str) -> str:

@@ -1,6 +1,6 @@
 """One clock for the spans of all ranks.
 
-Spans are stamped with `time.perf_counter_ns`, on Linux CLOCK_MONOTONIC: common to every process of a host,
+Spans are stamped with ``time.perf_counter_ns``, on Linux CLOCK_MONOTONIC: common to every process of a host,
 unrelated between hosts.
 """
 
@@ -21,9 +21,9 @@ def boot_id() -> str:
 
 
 def clock_offset(group: dist.ProcessGroup | None = None) -> float:
-    """Seconds to add to this rank's `time.perf_counter` to get the clock of the group's first rank.
+    """Seconds to add to this rank's ``time.perf_counter`` to get the clock of the group's first rank.
 
-    Collective: every rank of `group` (default: all) calls it at the same point. Exactly 0.0 on every rank when
+    Collective: every rank of ``group`` (default: all) calls it at the same point. Exactly 0.0 on every rank when
     all share one kernel. Otherwise as NTP does it: of some pings the one with the shortest round trip, taken
     to be symmetric, so the error is at most half that round trip.
     """

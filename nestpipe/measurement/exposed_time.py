@@ -2,10 +2,10 @@
 
 Step t runs from the end of step t - 1 to the end of its last compute operation. Inside it the
 compute lane is busy (dense: F and B; update: U, S and O) or idle. Each idle interval ends because
-some operation could start at last: walk back from it along the critical path, through whatever
-ended last of what each operation waited for, and charge each stretch to the operation that was
-running on it; stretches when none was running are ``other``. Waiting inside a collective for the
-last rank to enter is ``skew``. The parts are disjoint and sum to the step.
+some operation could start at last: walk back from it along the critical path (``critical_path``) and
+charge each stretch to the operation that was running on it; stretches when none was running are
+``other``. Waiting inside a collective for the last rank to enter is ``skew``. The parts are disjoint
+and sum to the step.
 
 Real runs and simulations go through here alike, all ranks at once.
 """
@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from nestpipe.measurement.critical_path import IdleIntervals, walk_back
 from nestpipe.measurement.trace import Timeline
-from nestpipe.schedule.stages import STAGES
+from nestpipe.schedule.stages import CATEGORIES, COMPUTE_LANE, STAGES
 
-#: Where an idle stretch of the compute lane can go, beside skew and other.
-EXPOSED = ("input", "lookup", "communication", "dense_sync")
-_PARTS = (*EXPOSED, "skew", "other")
-_CATEGORIES = ("dense", "update", *_PARTS)
+#: Where an idle stretch of the compute lane can go, next to skew and other.
+EXPOSED = tuple(name for name in CATEGORIES if name not in ("dense", "update"))
+_CATEGORIES = (*CATEGORIES, "skew", "other")
 _RANKS_AT_A_TIME = 128
 
 
@@ -45,13 +45,13 @@ class StepTimes:
         return self.ms[name].mean(axis=1)
 
 
-def step_times(timeline: Timeline, inline: str = "compute") -> StepTimes:
+def step_times(timeline: Timeline) -> StepTimes:
     """Account every step that ``timeline`` shows from end to end. The first one has no beginning and is left out."""
     category = np.array([_CATEGORIES.index(STAGES[ref.stage].category) for ref in timeline.refs], dtype=np.int64)
     batch = np.array([ref.batch for ref in timeline.refs], dtype=np.int64)
-    on_lane = np.flatnonzero([lane == inline for lane in timeline.lanes])
-    # Compute operations in the order of the lane; a step ends with the last one of its batch. Where a run stops,
-    # batches may have been made ready (S) that never trained: those are no steps.
+    on_lane = np.flatnonzero([lane == COMPUTE_LANE for lane in timeline.lanes])
+    # Compute operations in the order of the lane; a step ends with the last one of its batch. When a run stops,
+    # batches may have been made ready (S) that never trained: those are not steps.
     trained = set(batch[on_lane[category[on_lane] == _CATEGORIES.index("dense")]].tolist())
     last = {int(b): i for i, b in enumerate(batch[on_lane]) if int(b) in trained}
     complete = sorted(b for b in last if b - 1 in last)
@@ -61,7 +61,7 @@ def step_times(timeline: Timeline, inline: str = "compute") -> StepTimes:
     ends = timeline.end[on_lane[bounds]]
     ms = {name: np.empty((len(complete), timeline.ranks)) for name in _names()}
     ms["step"] = (ends[1:] - ends[:-1]) * 1e3
-    # A few ranks at a time: the tables of the walk stay small whatever the cluster.
+    # A few ranks at a time: the tables of the walk stay small in a cluster of any size.
     for low in range(0, timeline.ranks, _RANKS_AT_A_TIME):
         ranks = slice(low, low + _RANKS_AT_A_TIME)
         parts = _parts(timeline, category, on_lane, bounds, np.arange(*ranks.indices(timeline.ranks)))
@@ -89,42 +89,40 @@ def _parts(
 ) -> np.ndarray:
     """Milliseconds [steps, categories, ranks]: where the time of each step went on ``ranks``.
 
-    ``bounds``: places in ``on_lane`` of the operations that end a step, the first of which begins the first.
+    ``on_lane``: indices of the compute lane's operations, in its order. ``bounds``: places in ``on_lane`` of the
+    operations that end a step; a step is the operations after one bound up to the next, each with the idle
+    interval before it::
+
+        on_lane:  | F B U O | F B U O | F B U O |
+        bounds:           ^         ^         ^      two steps, of four operations each
     """
-    # Places that belong to a step, and which: the operation itself and the idle interval before it.
     place = np.arange(bounds[0] + 1, bounds[-1] + 1)
     step = np.searchsorted(bounds, place) - 1
-    charged = np.zeros((len(bounds) - 1, len(_CATEGORIES), len(ranks)))
+    operation = on_lane[place]
+    parts = np.zeros((len(bounds) - 1, len(_CATEGORIES), len(ranks)))
     start, end = timeline.start[:, ranks], timeline.end[:, ranks]
-    busy = end[on_lane[place]] - start[on_lane[place]]
+    busy = end[operation] - start[operation]
     for name in ("dense", "update"):
-        mine = category[on_lane[place]] == _CATEGORIES.index(name)
+        mine = category[operation] == _CATEGORIES.index(name)
         if mine.any():
-            np.add.at(charged[:, _CATEGORIES.index(name)], step[mine], busy[mine])
-    # The walk: each pair of an idle interval and a rank goes back by one operation at a time until it
-    # arrives at the interval's beginning; ``now`` is where it stands, ``current`` what it explains.
-    idle, rank = np.nonzero(start[on_lane[place]] > end[on_lane[place - 1]])
-    low, current = end[on_lane[place[idle] - 1], rank], on_lane[place[idle]]
-    now, into = start[current, rank], step[idle]
-    other, skew = _CATEGORIES.index("other"), _CATEGORIES.index("skew")
-    charge: Any = np.add.at
-    while len(now):
-        waited = timeline.before[current]  # [pairs, most]
-        ended = np.where(waited >= 0, end[waited, rank[:, None]], -np.inf)
-        choice = ended.argmax(axis=1)
-        previous = waited[np.arange(len(choice)), choice]
-        # Nothing known to wait for: the rest of the interval cannot be explained.
-        known = previous >= 0
-        until = np.clip(ended[np.arange(len(choice)), choice], low, now)
-        ready = np.clip(np.where(known, timeline.ready[previous, ranks[rank]], -np.inf), low, until)
-        begin = np.clip(np.where(known, start[previous, rank], -np.inf), low, ready)
-        charge(charged, (into, other, rank), now - until)
-        charge(charged, (into, category[previous], rank), until - ready)
-        charge(charged, (into, skew, rank), ready - begin)
-        # A wait that explains nothing (an operation of no length) must not stall the walk.
-        go_on = known & ((begin < now) | (previous != current)) & (begin > low)
-        low, rank, into, now, current = (x[go_on] for x in (low, rank, into, begin, previous))
-    return charged * 1e3
+            np.add.at(parts[:, _CATEGORIES.index(name)], step[mine], busy[mine])
+    idle_since = end[on_lane[place - 1]]
+    idle, rank = np.nonzero(start[operation] > idle_since)
+    intervals = IdleIntervals(ranks[rank], idle_since[idle, rank], start[operation[idle], rank], operation[idle])
+    skew, other = _CATEGORIES.index("skew"), _CATEGORIES.index("other")
+    for stretch in walk_back(timeline, intervals):
+        of_step, on_rank = step[idle[stretch.interval]], rank[stretch.interval]
+        _charge(parts, of_step, other, on_rank, stretch.unexplained)
+        _charge(parts, of_step, category[stretch.cause], on_rank, stretch.running)
+        _charge(parts, of_step, skew, on_rank, stretch.skew)
+    return parts * 1e3
+
+
+def _charge(
+    parts: np.ndarray, step: np.ndarray, category: int | np.ndarray, rank: np.ndarray, seconds: np.ndarray
+) -> None:
+    at: Any = (step, category, rank)
+    np.add.at(parts, at, seconds)
 
 
 def _totals(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nestpipe.machine.files import write_atomically
+from nestpipe.machine.files import slug, write_atomically
 from nestpipe.measurement.exposed_time import EXPOSED, StepTimes
 
 SCHEMA = "nestpipe-record-1"
@@ -191,8 +191,7 @@ class Store:
 
     def write(self, record: Record) -> Path:
         """Put ``record`` in, in place of one of the same key."""
-        method = "".join(c if c.isalnum() else "-" for c in record.method).strip("-")
-        path = self.folder / f"{record.kind}-{method}-{record.key}.json"
+        path = self.folder / f"{record.kind}-{slug(record.method)}-{record.key}.json"
         write_atomically(path, json.dumps(record.to_json(), indent=1, default=str) + "\n")
         return path
 

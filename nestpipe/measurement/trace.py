@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nestpipe.schedule.operations import Op, Ref
+from nestpipe.schedule.order import predecessors
 from nestpipe.schedule.stages import STAGES
 
 
@@ -33,8 +34,8 @@ class Timeline:
     """The same operations on several ranks, in schedule order, on one clock. Times in seconds.
 
     ``start``, ``ready``, ``end``: float64 [ops, ranks]; ``ready`` is when the last rank entered a
-    collective (``start`` for local work), so ``ready - start`` is skew. ``before``: int64
-    [ops, most], indices of what each operation may have waited for, filled up with -1.
+    collective (``start`` for local work), so ``ready - start`` is skew. ``waited_for``:
+    int64 [ops, most], indices of what each operation may have waited for, filled up with -1.
     """
 
     refs: tuple[Ref, ...]
@@ -42,7 +43,7 @@ class Timeline:
     start: np.ndarray
     ready: np.ndarray
     end: np.ndarray
-    before: np.ndarray
+    waited_for: np.ndarray
 
     @property
     def ranks(self) -> int:
@@ -56,7 +57,7 @@ def scheduled_timeline(
 
     ``ops``: the run's operations in schedule order (batches as in the spans); those that some rank
     has no span for are left out. ``spans``: per rank. ``offsets``: seconds to add to each rank's clock.
-    ``groups``: replica groups, where the schedule has a stage D; rank r is in group r mod ``groups``.
+    ``groups``: replica groups, if the schedule has a stage D; rank r is in group r mod ``groups``.
     """
     times = [{Ref(s.stage, s.batch, s.micro): (s.start, s.end) for s in rank} for rank in spans]
     # An engine may fold lanes that have nothing to wait for; the spans say where each operation ran.
@@ -75,7 +76,7 @@ def observed_timelines(spans: Sequence[Sequence[Span]], offsets: Sequence[float]
     """Timelines, one per rank, of a method whose order is observed only, such as TorchRec's.
 
     A span may be a piece of an operation. What it waited for is taken to be whatever ended last
-    before it began, on any lane: exact where one host thread issues everything. ``groups`` as for
+    before it began, on any lane: exact if one host thread issues everything. ``groups`` as for
     ``scheduled_timeline``.
     """
     entered: dict[tuple[Ref, int], float] = {}
@@ -85,7 +86,7 @@ def observed_timelines(spans: Sequence[Sequence[Span]], offsets: Sequence[float]
             ref = Ref(s.stage, s.batch, s.micro)
             first[ref] = min(first.get(ref, np.inf), s.start * 1e-9 + offset)
         for ref, at in first.items():
-            place = ref, _circle(ref, r, groups)
+            place = ref, _collective_members(ref, r, groups)
             entered[place] = max(entered.get(place, -np.inf), at)
     timelines = []
     for r, (rank, offset) in enumerate(zip(spans, offsets, strict=True)):
@@ -95,23 +96,21 @@ def observed_timelines(spans: Sequence[Sequence[Span]], offsets: Sequence[float]
         refs = tuple(Ref(s.stage, s.batch, s.micro) for s in ordered)
         collective = np.array([STAGES[ref.stage].group is not None for ref in refs], dtype=bool)
         ready = np.where(
-            collective, np.clip([entered[ref, _circle(ref, r, groups)] for ref in refs], start, end), start
+            collective, np.clip([entered[ref, _collective_members(ref, r, groups)] for ref in refs], start, end), start
         )
         by_end = np.argsort(end, kind="stable")
         position = np.searchsorted(end[by_end], start, side="right") - 1
         # Of no length, an operation ends when it begins: nothing waits for itself or for what comes after it.
         while (later := (position >= 0) & (by_end[position] >= np.arange(len(start)))).any():
             position[later] -= 1
-        before = np.where(position >= 0, by_end[position], -1)
+        waited_for = np.where(position >= 0, by_end[position], -1)
         lanes = tuple(s.lane for s in ordered)
-        timelines.append(Timeline(refs, lanes, start[:, None], ready[:, None], end[:, None], before[:, None]))
+        timelines.append(Timeline(refs, lanes, start[:, None], ready[:, None], end[:, None], waited_for[:, None]))
     return timelines
 
 
 def waits(ops: Sequence[Op]) -> np.ndarray:
     """int64 [ops, most]: indices of each operation's edges and of its predecessor on the lane, filled up with -1."""
-    from nestpipe.schedule.order import predecessors
-
     lists = predecessors(ops)
     table = np.full((len(ops), max(map(len, lists), default=0) or 1), -1, dtype=np.int64)
     for i, needs in enumerate(lists):
@@ -119,19 +118,19 @@ def waits(ops: Sequence[Op]) -> np.ndarray:
     return table
 
 
-def _circle(ref: Ref, rank: int, groups: int) -> int:
-    """Ranks of one number run this collective together: with ``groups``, All2Alls inside one, replicas across them."""
+def _collective_members(ref: Ref, rank: int, groups: int) -> int:
+    """A number that the ranks which run this collective together share: All2Alls join a group, replicas all groups."""
     return {"all2all": rank % groups, "replicas": rank // groups}.get(str(STAGES[ref.stage].group), 0)
 
 
 def _ready(refs: Sequence[Ref], start: np.ndarray, groups: int) -> np.ndarray:
-    """When the last rank of each one's group entered; ``start`` where nobody is waited for."""
+    """When the last rank of each one's group entered; ``start`` if nobody is waited for."""
     ready = start.copy()
     for i, ref in enumerate(refs):
         if STAGES[ref.stage].group is not None:
-            circle = np.array([_circle(ref, rank, groups) for rank in range(start.shape[1])])
-            for c in set(circle):
-                ready[i, circle == c] = start[i, circle == c].max()
+            members = np.array([_collective_members(ref, rank, groups) for rank in range(start.shape[1])])
+            for number in set(members):
+                ready[i, members == number] = start[i, members == number].max()
     return ready
 
 

@@ -2,7 +2,7 @@
 
 Two CPU cores cannot compute and move data at once: under overlap the dense math itself slows down.
 A paced dense part takes the stated time whenever its math takes less, in forward and in backward, and
-sleeps meanwhile, so that communication can proceed beside it. It belongs to the model, so every
+sleeps meanwhile, so that communication can proceed during it. It belongs to the model, so every
 method pays it alike. For CPU runs only: on CUDA the host's sleep would not hold the stream.
 """
 
@@ -32,7 +32,7 @@ def paced(dense: nn.Module, ms_per_batch: float, forward_share: float = PACED_FO
 
     def begin(_: nn.Module, arguments: tuple[Mapping[str, Any], Batch]) -> tuple[Mapping[str, Any], Batch]:
         embedded, batch = arguments
-        seconds = ms_per_batch * 1e-3 * getattr(batch, "share", 1.0)
+        seconds = ms_per_batch * 1e-3 * batch.share
         features = dict(embedded.items())  # an awaitable waits here, before the clock starts
         call = running.call = _Call(seconds * forward_share, seconds * (1 - forward_share))
         values = _Enter.apply(call, *(feature.values() for feature in features.values()))

@@ -1,7 +1,7 @@
-"""Ranking quality, leave one out: where each user's test item stands among all items the user has not seen.
+"""Ranking quality, leave one out: the rank of each user's test item among all items the user has not seen.
 
 HR@k: share of users whose test item is among the first k. NDCG@k: mean of 1 / log2(1 + rank) there, 0
-elsewhere. Equal scores rank by item id, so that a result does not depend on a sort's whims. Users whose
+elsewhere. Equal scores rank by item id, so that results do not depend on sort order. Users whose
 test item is among those they have seen (synthetic histories repeat items) are left out.
 """
 
@@ -19,7 +19,8 @@ from nestpipe.data.dataset import Dataset
 from nestpipe.models.hstu import pad, padded_index
 
 CUTOFFS = (10, 50)
-_USERS, _ITEMS = 128, 1 << 16  # scored at once: bounds memory
+#: Scored at once, which bounds memory.
+USERS_AT_ONCE, ITEMS_AT_ONCE = 128, 1 << 16
 
 
 def evaluate(
@@ -30,9 +31,10 @@ def evaluate(
     ``model``: the sequence model or its ``dense`` part (``encode``, ``represent``); its embedding module
     is not used. ``item_table``: float32 [items, dim], the whole trained table.
     """
-    dense: Any = copy.deepcopy(getattr(model, "dense", model)).cpu()  # the copy: training goes on where it was
+    dense: Any = copy.deepcopy(getattr(model, "dense", model)).cpu()  # the copy: training continues where it was
     item_table = item_table.cpu()
-    memory = torch.empty(_USERS * min(_ITEMS, dataset.items))  # fresh pages would cost more than the product
+    # One buffer for all scores: fresh pages would cost more than the product.
+    memory = torch.empty(USERS_AT_ONCE * min(ITEMS_AT_ONCE, dataset.items))
 
     with torch.no_grad():
         items = dense.represent(item_table)
@@ -47,14 +49,6 @@ def evaluate(
             return block
 
         return _summary(_ranks(score, dataset), cutoffs)
-
-
-def popularity_baseline(dataset: Dataset, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, float]:
-    """The same figures when every user is shown the items most often seen in training."""
-    counts = torch.zeros(dataset.items)
-    for users in _chunks(np.arange(dataset.users)):
-        counts += torch.from_numpy(_seen(dataset, users)[0]).bincount(minlength=dataset.items)
-    return _summary(_ranks(lambda users: lambda low, high: counts[low:high].repeat(len(users), 1), dataset), cutoffs)
 
 
 def _queries(dense: Any, item_table: Tensor, dataset: Dataset, users: np.ndarray) -> Tensor:
@@ -82,7 +76,7 @@ def _ranks(score: Callable[[np.ndarray], Callable[[int, int], Tensor]], dataset:
     ``score``: users -> (low, high) -> float32 [users, high - low], of items low to high; read before the next call.
     """
     ranks = [np.empty(0, dtype=np.int64)]
-    pieces = [(low, min(low + _ITEMS, dataset.items)) for low in range(0, dataset.items, _ITEMS)]
+    pieces = [(low, min(low + ITEMS_AT_ONCE, dataset.items)) for low in range(0, dataset.items, ITEMS_AT_ONCE)]
     for users in _chunks(np.flatnonzero(dataset.test_items >= 0)):
         target = dataset.test_items[users]
         items, owner = _seen(dataset, users)
@@ -119,5 +113,5 @@ def _summary(ranks: Tensor, cutoffs: Sequence[int]) -> dict[str, float]:
 
 
 def _chunks(users: np.ndarray) -> Iterator[np.ndarray]:
-    for start in range(0, len(users), _USERS):
-        yield users[start : start + _USERS]
+    for start in range(0, len(users), USERS_AT_ONCE):
+        yield users[start : start + USERS_AT_ONCE]

@@ -3,9 +3,9 @@
 >>> with RankPool(workers=2) as pool:            # doctest: +SKIP
 ...     losses = pool.run(train, config)         # [result of rank 0, result of rank 1]
 
-Each rank is a fresh interpreter in a process group of its own, joined to `torch.distributed`. If one raises, is
-killed or exits, the others (which may wait for it inside a collective) are killed, and `run` raises
-`RankError` with the first error on top. If the launcher ends in any way, its ranks end with it: each sees end
+Each rank is a fresh interpreter in a process group of its own, joined to ``torch.distributed``. If one raises, is
+killed or exits, the others (which may wait for it inside a collective) are killed, and ``run`` raises
+``RankError`` with the first error on top. If the launcher ends in any way, its ranks end with it: each sees end
 of file on its control socket, and a guardian process kills what does not (a rank stuck in C code).
 """
 
@@ -20,14 +20,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nestpipe.ranks.process import RankError, RankFailure, RankProcess, start_guardian
 from nestpipe.ranks.rank import RankConfig, dump
+from nestpipe.ranks.sigterm import sigterm_unwinds
 
 if TYPE_CHECKING:
     from nestpipe.testbed.testbed import Testbed
@@ -42,11 +42,11 @@ START_CODE = "import sys, json; sys.path[:] = json.loads(sys.argv[2]); from nest
 
 
 class RankPool:
-    """`workers` rank processes that run one job after another. Use as a context manager.
+    """``workers`` rank processes that run one job after another. Use as a context manager.
 
     testbed: where the ranks live; None is this machine's loopback. A testbed that is not up yet is brought up
         for the pool and taken down with it.
-    timeout_s: limit of one job in seconds (`run` may set its own), and of one collective. On a timeout
+    timeout_s: limit of one job in seconds (``run`` may set its own), and of one collective. On a timeout
         the stacks of all ranks are in the error.
     backend: of torch.distributed, e.g. "gloo" or "cpu:gloo,cuda:nccl".
 
@@ -84,7 +84,7 @@ class RankPool:
 
     def __enter__(self) -> RankPool:
         try:
-            self._cleanup.enter_context(_sigterm_raises())
+            self._cleanup.enter_context(sigterm_unwinds())
             if self.testbed is not None and not self.testbed.is_up:
                 self._cleanup.callback(self.testbed.down)
                 self.testbed.up(self.testbed.hosts_for(self.workers))
@@ -120,9 +120,9 @@ class RankPool:
         timeout_s: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call `function(*args, **kwargs)` on every rank; the results in rank order.
+        """Call ``function(*args, **kwargs)`` on every rank; the results in rank order.
 
-        `on_message(rank, object)` is called here for each object that a rank gives to `send_to_launcher`.
+        ``on_message(rank, object)`` is called here for each object that a rank gives to ``send_to_launcher``.
         Raises RankError when a rank fails or the time is over; the pool is broken after that.
         """
         if self._failure is not None:
@@ -169,7 +169,7 @@ class RankPool:
     def _collect(
         self, wanted: str, limit_s: float, on_message: Callable[[int, Any], None] | None, doing: str
     ) -> list[tuple[Any, ...]]:
-        """Wait until every rank has sent a `wanted` message; raise RankError on the first failure."""
+        """Wait until every rank has sent a ``wanted`` message; raise RankError on the first failure."""
         answers: dict[int, tuple[Any, ...]] = {}
         failures: dict[int, RankFailure] = {}
         settling, deadline = False, time.monotonic() + limit_s
@@ -247,21 +247,3 @@ class RankPool:
             self._ranks.clear()
         finally:
             self._cleanup.close()
-
-
-@contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM unwind the launcher like Ctrl-C does, so that `with` blocks clean up; exit code 143."""
-    main_thread = threading.current_thread() is threading.main_thread()
-    if not main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def stop(number: int, frame: types.FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

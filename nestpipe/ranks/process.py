@@ -29,7 +29,7 @@ CONSEQUENCE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class RankFailure:
-    """How one rank failed. `when_ns` is on the clock of time.perf_counter_ns."""
+    """How one rank failed. ``when_ns`` is on the clock of time.perf_counter_ns."""
 
     rank: int
     what: str
@@ -44,7 +44,7 @@ class RankFailure:
 class RankError(RuntimeError):
     """A rank failed. The message is the first failure in one line, then that rank's traceback.
 
-    `failures` holds every failure seen, causes before consequences, each by time.
+    ``failures`` holds every failure seen, causes before consequences, each by time.
     """
 
     def __init__(self, failures: list[RankFailure], headline: str = "") -> None:
@@ -132,7 +132,7 @@ class RankProcess:
 
 
 def start_guardian(pids: list[int]) -> Callable[[], None]:
-    """A shell that kills the process groups `pids` once this process has ended; returns its dismissal.
+    """A shell that kills the process groups ``pids`` once this process has ended; returns its dismissal.
 
     The kernel's parent-death signal is no substitute: it spares what a rank has started, and fires when the
     launching *thread* ends.

@@ -29,10 +29,10 @@ def set_one_thread() -> None:
 
 
 def join_process_group(backend: str | None = None, timeout_s: float = 1800.0) -> RankPlace:
-    """Join `torch.distributed` from the environment of torchrun or Slurm and set one intra-op thread.
+    """Join ``torch.distributed`` from the environment of torchrun or Slurm and set one intra-op thread.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID,
-    SLURM_JOB_NODELIST and SLURM_JOB_ID in their place. `backend` defaults to gloo, with NCCL for CUDA tensors where
+    SLURM_JOB_NODELIST and SLURM_JOB_ID in their place. ``backend`` defaults to gloo, with NCCL for CUDA tensors where
     there is one. Raises RuntimeError that names the missing variables.
     """
 
@@ -88,7 +88,7 @@ def leave_process_group() -> None:
 def join_by_store(
     store_fd: int, rank: int, world_size: int, local_rank: int, backend: str, timeout_s: float, interface: str
 ) -> None:
-    """Join the group of a `RankPool` through the file that its ranks share, and set one intra-op thread.
+    """Join the group of a ``RankPool`` through the file that its ranks share, and set one intra-op thread.
 
     The store is an unlinked file that all ranks share by descriptor: no port to collide on, nothing to
     reach over the network from a namespace, nothing left behind after a crash.

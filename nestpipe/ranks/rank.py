@@ -1,10 +1,10 @@
 """One rank process: joins the process group, serves the launcher's jobs, never outlives the launcher.
 
-A rank that `nestpipe.ranks.pool.RankPool` starts talks to it over one Unix socket. Frames both ways are an
+A rank that ``nestpipe.ranks.pool.RankPool`` starts talks to it over one Unix socket. Frames both ways are an
 8-byte big-endian length and a pickle. A thread reads the socket all the time, so end of file (the launcher
 died, however it died) ends the rank and everything the rank started, also in the middle of a collective.
 
-Ranks that Slurm or torchrun start use `nestpipe.ranks.process_group` instead.
+Ranks that Slurm or torchrun start use ``nestpipe.ranks.process_group`` instead.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ import threading
 import time
 import traceback
 from typing import Any
+
+try:
+    from cloudpickle import dumps
+except ImportError:
+    from pickle import dumps
 
 from nestpipe.testbed.namespaces import enter_network_namespace
 
@@ -55,7 +60,7 @@ class RankConfig:
 
 
 class Connection:
-    """A rank's end of the control socket; `send` may be called from any thread."""
+    """A rank's end of the control socket; ``send`` may be called from any thread."""
 
     def __init__(self, control: socket.socket) -> None:
         self._socket = control
@@ -88,16 +93,12 @@ class Connection:
 
 
 def dump(value: Any) -> bytes:
-    """Pickle `value`, by cloudpickle where it is installed (functions of `__main__`, closures)."""
-    try:
-        import cloudpickle
-    except ImportError:
-        return pickle.dumps(value, protocol=5)
-    return cloudpickle.dumps(value, protocol=5)
+    """Pickle ``value``, by cloudpickle if it is installed (functions of ``__main__``, closures)."""
+    return dumps(value, protocol=5)
 
 
 def send_to_launcher(message: Any) -> None:
-    """Stream `message` to the `on_message` callback of the running `RankPool.run`.
+    """Stream ``message`` to the ``on_message`` callback of the running ``RankPool.run``.
 
     Does nothing in a rank that no RankPool started, so code under torchrun or Slurm may call it too.
     """

@@ -2,14 +2,14 @@
 
 from nestpipe.schedule.building import folded, marked, one_at_a_time, op, parse_ref, schedule
 from nestpipe.schedule.frozen_window import frozen_window, fwp_only
-from nestpipe.schedule.operations import MOST_MICRO_BATCHES, Op, Ref, Schedule
+from nestpipe.schedule.operations import MAX_MICRO_BATCHES, Op, Ref, Schedule
 from nestpipe.schedule.order import with_derived_edges
 from nestpipe.schedule.stages import STAGES, Stage
 from nestpipe.schedule.templates import dbp_only, nestpipe, serial
 from nestpipe.schedule.text import load, to_text
 
 __all__ = [
-    "MOST_MICRO_BATCHES",
+    "MAX_MICRO_BATCHES",
     "STAGES",
     "Op",
     "Ref",

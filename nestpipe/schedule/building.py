@@ -26,7 +26,7 @@ def parse_ref(text: str) -> Ref:
         ref = Ref(head[:1], int(head[1:] or 0), int(micro) if micro else 0)
     except ValueError:
         raise ValueError(
-            f"'{text}' is no operation: expected a stage letter, an offset and a micro-batch, as in E+1.3"
+            f"'{text}' is not an operation: expected a stage letter, an offset and a micro-batch, as in E+1.3"
         ) from None
     if ref.stage not in STAGES:
         raise ValueError(f"'{text}': unknown stage '{ref.stage}', one of {' '.join(STAGES)}")
@@ -44,22 +44,24 @@ def schedule(name: str, micro_batches: int, ops: Sequence[Op], derive: bool = Tr
     return with_derived_edges(result) if derive else result
 
 
-def folded(template: Schedule, into: Mapping[str, str]) -> Schedule:
+def folded(schedule: Schedule, into: Mapping[str, str]) -> Schedule:
     """The schedule with the operations of some lanes moved to another, in schedule order.
 
-    Where a lane would have nothing to wait for, such as All2All on one rank, its hand-offs are all
+    If a lane would have nothing to wait for, such as All2All on one rank, its hand-offs are all
     that it would cost.
     """
-    return replace(template, ops=tuple(replace(o, lane=into.get(o.lane, o.lane)) for o in template.ops))
+    return replace(schedule, ops=tuple(replace(o, lane=into.get(o.lane, o.lane)) for o in schedule.ops))
 
 
-def marked(template: Schedule, stages: str, mark: str) -> Schedule:
+def marked(schedule: Schedule, stages: str, mark: str) -> Schedule:
     """The schedule with ``mark`` on every operation of the stages, given by their letters."""
-    added = lambda o: replace(o, marks=(*o.marks, mark)) if o.ref.stage in stages else o  # noqa: E731
-    return replace(template, ops=tuple(map(added, template.ops)))
+    return replace(
+        schedule,
+        ops=tuple(replace(o, marks=(*o.marks, mark)) if o.ref.stage in stages else o for o in schedule.ops),
+    )
 
 
 def one_at_a_time(ops: Sequence[Op]) -> list[Op]:
     """Chain the ops of a step: each waits for the one before it, the first for the last of the step before."""
     previous = [ops[-1].ref._replace(batch=ops[-1].ref.batch - 1), *(o.ref for o in ops[:-1])]
-    return [replace(o, after=(before,)) for o, before in zip(ops, previous, strict=True)]
+    return [replace(o, after=(earlier,)) for o, earlier in zip(ops, previous, strict=True)]

@@ -17,7 +17,7 @@ def frozen_window(micro_batches: int, received: int) -> list[Op]:
 
 
 def fwp_only(micro_batches: int = 8, received: int = 3) -> Schedule:
-    """Frozen-window pipelining alone: the batch is read, routed and retrieved only when the one before is done."""
+    """Frozen-window pipelining only: the batch is read, routed and retrieved only when the one before is done."""
     lookup = [op("P", after="O-1 W-1"), op("H", after="P"), op("K", after="H"), op("R", after="K")]
     first = [op(f"E.{m}") for m in range(1, min(received, micro_batches) + 1)]
     ops = [*lookup, *first, *frozen_window(micro_batches, received), op("A"), op("U"), op("O"), op("W")]

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from nestpipe.schedule.stages import GLOBALS, MICRO_RINGS, STAGES, Stage
 
 #: The largest window that schedules are made for; far more take minutes and gigabytes to lay out and check.
-MOST_MICRO_BATCHES = 1024
+MAX_MICRO_BATCHES = 1024
 
 
 class Ref(NamedTuple):
@@ -26,11 +27,18 @@ class Ref(NamedTuple):
     micro: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.batch}" + (f".{self.micro}" if self.micro else "")
+        return self._named(str(self.batch))
 
     def relative(self) -> str:
-        offset = f"{self.batch:+d}" if self.batch else ""
-        return f"{self.stage}{offset}" + (f".{self.micro}" if self.micro else "")
+        """The name in a schedule: ``R+1``, ``E.2``."""
+        return self._named(f"{self.batch:+d}" if self.batch else "")
+
+    def in_step(self) -> str:
+        """The name without the batch, ``E.3``: an operation's own among those of one step."""
+        return self._named("")
+
+    def _named(self, batch: str) -> str:
+        return f"{self.stage}{batch}" + (f".{self.micro}" if self.micro else "")
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,17 @@ class Op:
         return STAGES[self.ref.stage]
 
     def shifted(self, by: int) -> Op:
-        move = lambda ref: ref._replace(batch=ref.batch + by)  # noqa: E731
-        return replace(self, ref=move(self.ref), after=tuple(map(move, self.after)))
+        after = tuple(ref._replace(batch=ref.batch + by) for ref in self.after)
+        return replace(self, ref=self.ref._replace(batch=self.ref.batch + by), after=after)
+
+
+class Place(NamedTuple):
+    """Where a step has an operation: batch ``offset``, ``position`` in the step and ``on_lane`` among its lane's."""
+
+    lane: str
+    offset: int
+    position: int
+    on_lane: int
 
 
 @dataclass(frozen=True)
@@ -66,33 +83,62 @@ class Schedule:
     ops: tuple[Op, ...]
     rings: Mapping[str, int]
 
-    @property
+    @cached_property
     def lanes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(op.lane for op in self.ops))
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, int]:
-        """Smallest and largest batch offset in the template."""
+        """Smallest and largest batch offset of an operation."""
         offsets = [op.ref.batch for op in self.ops]
         return min(offsets), max(offsets)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Steps before the first whole one: how far the furthest stage runs ahead."""
         return max(0, self.offsets[1])
 
+    @cached_property
+    def places(self) -> Mapping[str, Place]:
+        """By name in the step (``Ref.in_step``) where each operation is."""
+        found: dict[str, Place] = {}
+        count = dict.fromkeys(self.lanes, 0)
+        for position, op in enumerate(self.ops):
+            found[op.ref.in_step()] = Place(op.lane, op.ref.batch, position, count[op.lane])
+            count[op.lane] += 1
+        return found
+
+    @cached_property
+    def updates_table(self) -> bool:
+        """Whether U updates the host table itself, so that there is no buffer to write back."""
+        return any(op.ref.stage == "U" and "table" in op.writes for op in self.ops)
+
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether tables are replicated over groups of ranks, which stage D keeps alike."""
+        return any(op.ref.stage == "D" for op in self.ops)
+
+    @cached_property
+    def averages_replicas(self) -> bool:
+        """Whether each group updates its replica alone and D averages them; else D sums gradients before U."""
+        return any(op.ref.stage == "D" and "accumulator" not in op.writes for op in self.ops)
+
     def unroll(self, batches: int) -> list[Op]:
         """The operations of batches 0..batches-1 in schedule order; edges to batches before 0 are dropped."""
         low, high = self.offsets
-        inside = lambda ref: 0 <= ref.batch < batches  # noqa: E731
+        inside = range(batches)
         ops = (op.shifted(step) for step in range(-high, batches - low) for op in self.ops)
-        return [replace(op, after=tuple(filter(inside, op.after))) for op in ops if inside(op.ref)]
+        return [
+            replace(op, after=tuple(ref for ref in op.after if ref.batch in inside))
+            for op in ops
+            if op.ref.batch in inside
+        ]
 
     def slot(self, resource: str, ref: Ref) -> tuple[str, int]:
         """The slot that ``resource`` (``buffer``, ``buffer-1``) means for an operation: name and index in the ring."""
-        name, before = (resource[:-2], 1) if resource.endswith("-1") else (resource, 0)
-        if name in GLOBALS:
-            return name, 0
-        if name in MICRO_RINGS:
-            return name, (ref.batch * self.micro_batches + ref.micro - 1) % self.rings[name]
-        return name, (ref.batch - before) % self.rings[name]
+        if resource in GLOBALS:
+            return resource, 0
+        if resource in MICRO_RINGS:
+            return resource, (ref.batch * self.micro_batches + ref.micro - 1) % self.rings[resource]
+        name, batch = (resource[:-2], ref.batch - 1) if resource.endswith("-1") else (resource, ref.batch)
+        return name, batch % self.rings[name]

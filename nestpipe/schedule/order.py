@@ -9,72 +9,67 @@ from heapq import heappop, heappush
 from nestpipe.schedule.operations import Op, Ref, Schedule
 
 
-def with_derived_edges(template: Schedule) -> Schedule:
+def with_derived_edges(schedule: Schedule) -> Schedule:
     """Add the edges that keep every conflicting pair (same slot, one writes) in schedule order.
 
     Edges that follow from lane order, given edges and other derived ones are left out. The result
     is free of races and bit-equal to the list run one op at a time; whether that list itself is
     synchronous training is the checker's question.
     """
-    depth = template.depth - min(0, template.offsets[0])
+    depth = schedule.depth - min(0, schedule.offsets[0])
     # Long enough that one step in the middle sees every ring turn over behind it.
-    turns = max(template.rings.values()) + 2
+    turns = max(schedule.rings.values()) + 2
     batches, middle = 2 * depth + turns + 2, depth + turns
-    steady = [(waiting, ref) for waiting, ref in _missing_edges(template, batches) if waiting.batch == middle]
-    result = _with_edges(template, steady)
+    steady = [(waiting, ref) for waiting, ref in _missing_edges(schedule, batches) if waiting.batch == middle]
+    result = _with_edges(schedule, steady)
     # Near the first and the last batch an order may be missing that elsewhere runs through batches beyond them.
     while (more := _with_edges(result, _missing_edges(result, batches))) != result:
         result = more
     return result
 
 
-def _missing_edges(template: Schedule, batches: int) -> list[tuple[Ref, Ref]]:
+def _missing_edges(schedule: Schedule, batches: int) -> list[tuple[Ref, Ref]]:
     """Unrolled (waiting operation, what it waits for) that order the conflicting pairs which nothing orders yet."""
-    ops = template.unroll(batches)
-    index = {o.ref: i for i, o in enumerate(ops)}
-    seen: dict[tuple[str, int], tuple[int | None, list[int]]] = {}
-    last_on_lane: dict[str, int] = {}
+    ops = schedule.unroll(batches)
+    seen: dict[tuple[str, int], tuple[int | None, list[int]]] = {}  # by slot: its last writer, its readers since
     behind = [0] * len(ops)  # bit j of behind[i]: op j is done before op i starts
     missing: list[tuple[Ref, Ref]] = []
-    for i, o in enumerate(ops):
-        needs = [index[ref] for ref in o.after if index.get(ref, i) < i]
-        if o.lane in last_on_lane:
-            needs.append(last_on_lane[o.lane])
-        last_on_lane[o.lane] = i
+    for i, (o, needs) in enumerate(zip(ops, predecessors(ops), strict=True)):
         for j in needs:
-            behind[i] |= behind[j] | 1 << j
+            if j < i:
+                behind[i] |= behind[j] | 1 << j
         conflicts: set[int] = set()
         for resource in o.reads:
-            writer, _ = seen.get(template.slot(resource, o.ref), (None, []))
+            writer, _ = seen.get(schedule.slot(resource, o.ref), (None, []))
             conflicts.update([] if writer is None else [writer])
         for resource in o.writes:
-            writer, readers = seen.get(template.slot(resource, o.ref), (None, []))
+            writer, readers = seen.get(schedule.slot(resource, o.ref), (None, []))
             conflicts.update(readers, [] if writer is None else [writer])
         for j in sorted(conflicts, reverse=True):
             if not behind[i] >> j & 1:
                 behind[i] |= behind[j] | 1 << j
                 missing.append((o.ref, ops[j].ref))
         for resource in o.reads:
-            slot = template.slot(resource, o.ref)
+            slot = schedule.slot(resource, o.ref)
             writer, readers = seen.get(slot, (None, []))
             seen[slot] = (writer, [*readers, i])
         for resource in o.writes:
-            seen[template.slot(resource, o.ref)] = (i, [])
+            seen[schedule.slot(resource, o.ref)] = (i, [])
     return missing
 
 
-def _with_edges(template: Schedule, edges: Sequence[tuple[Ref, Ref]]) -> Schedule:
-    """``template`` with unrolled ``edges`` added, each made relative to the step of the operation that waits."""
-    added: dict[tuple[str, int], dict[Ref, None]] = {}
-    offset = {(o.ref.stage, o.ref.micro): o.ref.batch for o in template.ops}
+def _with_edges(schedule: Schedule, edges: Sequence[tuple[Ref, Ref]]) -> Schedule:
+    """``schedule`` with unrolled ``edges`` added, each made relative to the step of the operation that waits."""
+    added: dict[str, dict[Ref, None]] = {}
     for waiting, ref in edges:
-        step = waiting.batch - offset[waiting.stage, waiting.micro]
-        added.setdefault((waiting.stage, waiting.micro), {})[ref._replace(batch=ref.batch - step)] = None
+        name = waiting.in_step()
+        step = waiting.batch - schedule.places[name].offset
+        added.setdefault(name, {})[ref._replace(batch=ref.batch - step)] = None
     result = []
-    for o in template.ops:
-        found = added.get((o.ref.stage, o.ref.micro), {})
+    for o in schedule.ops:
+        found = added.get(o.ref.in_step(), {})
         result.append(replace(o, after=(*o.after, *(ref for ref in found if ref not in o.after))))
-    return replace(template, ops=tuple(result))
+    return replace(schedule, ops=tuple(result))
 
 
 def predecessors(ops: Sequence[Op]) -> list[list[int]]:
@@ -95,10 +90,10 @@ def linear_extension(ops: Sequence[Op]) -> list[Op]:
     """A legal order, one op at a time, as close to schedule order as the edges allow. Cyclic ops are left out."""
     needs = predecessors(ops)
     followers: list[list[int]] = [[] for _ in ops]
-    for i, before in enumerate(needs):
-        for j in before:
+    for i, needed in enumerate(needs):
+        for j in needed:
             followers[j].append(i)
-    missing = [len(before) for before in needs]
+    missing = [len(needed) for needed in needs]
     ready = [i for i, count in enumerate(missing) if not count]  # sorted, hence a heap
     order: list[Op] = []
     while ready:
@@ -115,18 +110,18 @@ def ordered_before(ops: Sequence[Op]) -> dict[int, int] | str:
     """Per op index a bit set of the indices that are done before it starts, or a sentence naming a cycle."""
     needs = predecessors(ops)
     position = {o.ref: i for i, o in enumerate(ops)}
-    before: dict[int, int] = {}
+    done: dict[int, int] = {}
     for o in linear_extension(ops):
         i = position[o.ref]
         bits = 0
         for j in needs[i]:
-            bits |= before[j] | 1 << j
-        before[i] = bits
-    if len(before) == len(ops):
-        return before
+            bits |= done[j] | 1 << j
+        done[i] = bits
+    if len(done) == len(ops):
+        return done
     # Walk backwards among the operations that can never start until one repeats.
-    path = [next(i for i in range(len(ops)) if i not in before)]
+    path = [next(i for i in range(len(ops)) if i not in done)]
     while path[-1] not in path[:-1]:
-        path.append(next(j for j in needs[path[-1]] if j not in before))
+        path.append(next(j for j in needs[path[-1]] if j not in done))
     cycle = path[path.index(path[-1]) :]
     return "no rank can go on: " + " waits for ".join(str(ops[i].ref) for i in cycle)

@@ -1,16 +1,35 @@
-"""The stages of a training step, each in one place: what a letter means, where it runs and what it touches."""
+"""The stages of a training step: everything that a letter means, in one place.
+
+Three things belong to a stage and are code, so they are elsewhere, under the same letter: the checker's
+rule (``checker.staleness.RULES``), the engine's function (``engine.stage_functions.StageFunctions``)
+and the simulator's price (``simulator.cost.stage_seconds``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, TypeVar
+
+#: What an account of time calls a stage. All but ``dense`` and ``update`` are exposed when the compute lane waits.
+CATEGORIES = ("dense", "update", "input", "lookup", "communication", "dense_sync")
+#: The lane whose last operation ends a step, and whose idle time is exposed time.
+COMPUTE_LANE = "compute"
+
+#: How a stage's time varies between workers and batches: with the machine, the load of a shard, the samples' length.
+Noise = Literal["jitter", "keys", "length"]
+#: When a schedule that the engine runs must have a stage: ``replicated``: if tables are replicated over groups;
+#: ``buffered``: if U updates a buffer and not the table itself.
+Required = Literal["always", "replicated", "buffered", "never"]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage letter means. ``group``: the process group its collective runs on, None for local work.
+    """What a stage letter means. Raises ValueError for an unknown category.
 
-    ``reads`` and ``writes``: resources, with ``-1`` for the slot of the batch before.
+    ``reads`` and ``writes``: resources, with ``-1`` for the slot of the batch before. ``group``: the process group
+    of its collective, None for local work. ``columns``: width of one operation in the text grid; ``units``: made-up
+    time of a whole batch in the pictures. ``noise``: what its simulated time varies with.
     """
 
     title: str
@@ -20,18 +39,78 @@ class Stage:
     writes: tuple[str, ...] = ()
     per_micro_batch: bool = False
     group: str | None = None
+    _: KW_ONLY
+    columns: int
+    units: int
+    noise: tuple[Noise, ...]
+    required: Required = "never"
+
+    def __post_init__(self) -> None:
+        if self.category not in CATEGORIES:
+            raise ValueError(f"stage '{self.title}': category '{self.category}' is not one of {', '.join(CATEGORIES)}")
 
 
 STAGES: Mapping[str, Stage] = {
-    "P": Stage("data prefetch", "input", "input", (), ("input",)),
-    "H": Stage("data H2D", "copy", "lookup", ("input",), ("batch",)),
-    "K": Stage("key routing", "keys", "lookup", ("input", "plan-1"), ("plan",), group="keys"),
-    "R": Stage("embedding retrieval", "rows", "lookup", ("plan", "table"), ("buffer",)),
-    "S": Stage("dual-buffer synchronisation", "compute", "update", ("plan", "buffer-1"), ("buffer",)),
-    "E": Stage("embedding All2All", "all2all", "communication", ("plan", "buffer"), ("received",), True, "all2all"),
+    "P": Stage("data prefetch", "input", "input", (), ("input",), columns=3, units=6, noise=(), required="always"),
+    "H": Stage("data H2D", "copy", "lookup", ("input",), ("batch",), columns=2, units=3, noise=(), required="always"),
+    "K": Stage(
+        "key routing",
+        "keys",
+        "lookup",
+        ("input", "plan-1"),
+        ("plan",),
+        group="keys",
+        columns=2,
+        units=5,
+        noise=("keys",),
+        required="always",
+    ),
+    "R": Stage(
+        "embedding retrieval",
+        "rows",
+        "lookup",
+        ("plan", "table"),
+        ("buffer",),
+        columns=4,
+        units=14,
+        noise=("keys",),
+        required="always",
+    ),
+    "S": Stage(
+        "dual-buffer synchronisation",
+        "compute",
+        "update",
+        ("plan", "buffer-1"),
+        ("buffer",),
+        columns=1,
+        units=1,
+        noise=("jitter",),
+    ),
+    "E": Stage(
+        "embedding All2All",
+        "all2all",
+        "communication",
+        ("plan", "buffer"),
+        ("received",),
+        per_micro_batch=True,
+        group="all2all",
+        columns=1,
+        units=10,
+        noise=(),
+        required="always",
+    ),
     # "module": while F runs, the model's modules hold the micro-batch at hand.
     "F": Stage(
-        "dense forward", "compute", "dense", ("batch", "plan", "received", "dense"), ("activation", "module"), True
+        "dense forward",
+        "compute",
+        "dense",
+        ("batch", "plan", "received", "dense"),
+        ("activation", "module"),
+        per_micro_batch=True,
+        columns=1,
+        units=14,
+        noise=("length", "jitter"),
+        required="always",
     ),
     "B": Stage(
         "dense backward",
@@ -39,21 +118,98 @@ STAGES: Mapping[str, Stage] = {
         "dense",
         ("batch", "plan", "received", "activation", "dense"),
         ("gradient", "dense_gradient"),
-        True,
+        per_micro_batch=True,
+        columns=2,
+        units=28,
+        noise=("length", "jitter"),
+        required="always",
     ),
-    "G": Stage("gradient All2All", "all2all", "communication", ("plan", "gradient"), ("accumulator",), True, "all2all"),
+    "G": Stage(
+        "gradient All2All",
+        "all2all",
+        "communication",
+        ("plan", "gradient"),
+        ("accumulator",),
+        per_micro_batch=True,
+        group="all2all",
+        columns=1,
+        units=10,
+        noise=(),
+        required="always",
+    ),
     # Tables that are replicated over groups of ranks: what U needs of the other groups, or the replicas made equal.
     "D": Stage(
-        "replica synchronisation", "replicas", "communication", ("plan", "arrived"), ("accumulator",), True, "replicas"
+        "replica synchronisation",
+        "replicas",
+        "communication",
+        ("plan", "arrived"),
+        ("accumulator",),
+        per_micro_batch=True,
+        group="replicas",
+        columns=1,
+        units=10,
+        noise=(),
+        required="replicated",
     ),
-    "A": Stage("dense AllReduce", "allreduce", "dense_sync", ("plan",), ("dense_gradient",), group="allreduce"),
-    "U": Stage("sparse update", "compute", "update", ("plan",), ("accumulator", "buffer")),
-    "O": Stage("dense optimizer step", "compute", "update", ("batch", "plan"), ("dense_gradient", "dense")),
-    "W": Stage("write-back", "rows", "lookup", ("plan", "buffer"), ("table",)),
+    "A": Stage(
+        "dense AllReduce",
+        "allreduce",
+        "dense_sync",
+        ("plan",),
+        ("dense_gradient",),
+        group="allreduce",
+        columns=2,
+        units=3,
+        noise=(),
+        required="always",
+    ),
+    "U": Stage(
+        "sparse update",
+        "compute",
+        "update",
+        ("plan",),
+        ("accumulator", "buffer"),
+        columns=1,
+        units=2,
+        noise=("keys", "jitter"),
+        required="always",
+    ),
+    "O": Stage(
+        "dense optimizer step",
+        "compute",
+        "update",
+        ("batch", "plan"),
+        ("dense_gradient", "dense"),
+        columns=1,
+        units=1,
+        noise=("jitter",),
+        required="always",
+    ),
+    "W": Stage(
+        "write-back",
+        "rows",
+        "lookup",
+        ("plan", "buffer"),
+        ("table",),
+        columns=2,
+        units=8,
+        noise=("keys",),
+        required="buffered",
+    ),
 }
 
-#: How many slots a resource has by default; ``global`` state has one that all batches share.
-#: Batch rings turn with the batch, micro rings with the micro-batch (counted across batches).
+#: How many slots a ring has by default. A batch ring advances one slot per batch, a micro ring one per micro-batch
+#: (counted across batches). Global state has one slot that all batches share.
 BATCH_RINGS = {"input": 3, "batch": 4, "plan": 4, "buffer": 2, "accumulator": 2}
 MICRO_RINGS = {"received": 3, "activation": 1, "gradient": 3, "arrived": 3}
 GLOBALS = ("table", "dense", "dense_gradient", "module")
+
+T = TypeVar("T")
+
+
+def of_stage(table: Mapping[str, T], letter: str, what: str, where: str) -> T:
+    """``table[letter]``. Raises ValueError for a stage without an entry: ``what`` it lacks and ``where`` to add it."""
+    if letter not in table:
+        title = f" ({STAGES[letter].title})" if letter in STAGES else ""
+        raise ValueError(f"stage {letter}{title} lacks {what}: add it to {where}")
+    return table[letter]

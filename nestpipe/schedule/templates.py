@@ -8,7 +8,7 @@ from nestpipe.schedule.operations import Schedule
 
 
 def serial(micro_batches: int = 1) -> Schedule:
-    """Unpipelined synchronous training: nothing runs beside anything. ``serial(N)`` splits the dense part."""
+    """Unpipelined synchronous training: nothing runs next to anything else. ``serial(N)`` splits the dense part."""
     steps = [op(stage) for stage in "PHKR"]
     for m in range(1, micro_batches + 1):
         steps += [op(f"{stage}.{m}") for stage in "EFBG"]
@@ -21,7 +21,7 @@ def nestpipe(micro_batches: int = 8, received: int = 3, name: str = "nestpipe") 
     """NestPipe (paper, DBP and FWP): lookups hidden behind the previous batch, exchanges behind dense compute.
 
     ``received``: micro-batches whose embeddings may have arrived and still be unused. U waits for
-    the gradients and O for the AllReduce; S and the first All2All of the next batch wait for U alone.
+    the gradients and O for the AllReduce; S and the first All2All of the next batch wait for U only.
     """
     first = [op(f"E.{m}") for m in range(2, min(received, micro_batches) + 1)]
     ahead = [op("P+4"), op("H+3"), op("K+2"), op("W-1"), op("R+1")]
@@ -31,5 +31,5 @@ def nestpipe(micro_batches: int = 8, received: int = 3, name: str = "nestpipe") 
 
 
 def dbp_only() -> Schedule:
-    """Dual-buffer pipelining alone: one micro-batch, so both All2Alls of a batch are exposed."""
+    """Dual-buffer pipelining only: one micro-batch, so both All2Alls of a batch are exposed."""
     return nestpipe(1, name="dbp-only")

@@ -5,7 +5,7 @@
     R+1   rows     after K+1 W-1 S   reads plan table   writes buffer
     E.2   all2all
 
-``reads``, ``writes`` and ``marks`` may be left out: the stage's own then hold. Lines are in
+``reads``, ``writes`` and ``marks`` may be left out; the stage's own then apply. Lines are in
 schedule order. ``derive edges`` on a line of its own adds the edges that reads and writes ask for.
 """
 
@@ -14,25 +14,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from nestpipe.schedule.building import op, parse_ref, schedule
-from nestpipe.schedule.operations import MOST_MICRO_BATCHES, Op, Schedule
+from nestpipe.schedule.operations import MAX_MICRO_BATCHES, Op, Schedule
 from nestpipe.schedule.stages import BATCH_RINGS, GLOBALS, MICRO_RINGS, STAGES
 
 # A schedule is unrolled over the batches it spans, so an offset costs time and memory.
-_MOST_AHEAD = 64
-_MOST_CHARACTERS = 4 << 20
+_MAX_AHEAD = 64
+_MAX_CHARACTERS = 4 << 20
 KEYWORDS = ("after", "reads", "writes", "marks")
 
 
 class ScheduleError(ValueError):
-    """The text is no schedule; the message names file, line and what to do."""
+    """The text is not a schedule; the message names file, line and what to do."""
 
 
-def to_text(template: Schedule) -> str:
+def to_text(schedule: Schedule) -> str:
     """The schedule as text; ``parse`` gives an equal schedule back."""
-    lines = [f"schedule {template.name} micro_batches={template.micro_batches}"]
-    lines.append("ring " + " ".join(f"{name}={size}" for name, size in template.rings.items()))
-    width = max(len(o.lane) for o in template.ops)
-    for o in template.ops:
+    lines = [f"schedule {schedule.name} micro_batches={schedule.micro_batches}"]
+    lines.append("ring " + " ".join(f"{name}={size}" for name, size in schedule.rings.items()))
+    width = max(len(o.lane) for o in schedule.ops)
+    for o in schedule.ops:
         line = f"{o.ref.relative():<6} {o.lane:<{width}}"
         if o.after:
             line += "  after " + " ".join(r.relative() for r in o.after)
@@ -73,12 +73,12 @@ def parse(text: str, source: str = "schedule") -> Schedule:
 
 
 def load(path: str | Path) -> Schedule:
-    """Parse a file. Raises ScheduleError, also where the file cannot be read."""
+    """Parse a file. Raises ScheduleError, also if the file cannot be read."""
     try:
         with Path(path).open(encoding="utf-8") as file:
-            text = file.read(_MOST_CHARACTERS + 1)
-        if len(text) > _MOST_CHARACTERS:
-            raise ScheduleError(f"{path}: is no schedule: more than {_MOST_CHARACTERS} characters")
+            text = file.read(_MAX_CHARACTERS + 1)
+        if len(text) > _MAX_CHARACTERS:
+            raise ScheduleError(f"{path}: is not a schedule: more than {_MAX_CHARACTERS} characters")
         return parse(text, str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"{path}: cannot be read as a schedule: {error}") from None
@@ -88,14 +88,14 @@ def _setting(word: str, known: tuple[str, ...]) -> tuple[str, int]:
     key, _, value = word.partition("=")
     if key not in known:
         raise ValueError(f"unknown setting '{key}', expected one of {' '.join(known)}")
-    if not value.isdecimal() or not 1 <= int(value[:9]) <= MOST_MICRO_BATCHES:
-        raise ValueError(f"'{word}': expected a whole number from 1 to {MOST_MICRO_BATCHES}, as in {key}=2")
+    if not value.isdecimal() or not 1 <= int(value[:9]) <= MAX_MICRO_BATCHES:
+        raise ValueError(f"'{word}': expected a whole number from 1 to {MAX_MICRO_BATCHES}, as in {key}=2")
     return key, int(value)
 
 
 def _require_near(text: str) -> None:
-    if abs(parse_ref(text).batch) > _MOST_AHEAD:
-        raise ValueError(f"'{text}': expected an offset of at most {_MOST_AHEAD} batches")
+    if abs(parse_ref(text).batch) > _MAX_AHEAD:
+        raise ValueError(f"'{text}': expected an offset of at most {_MAX_AHEAD} batches")
 
 
 def _operation(words: list[str]) -> Op:

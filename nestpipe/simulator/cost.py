@@ -7,10 +7,12 @@ the number of replica groups.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nestpipe.config import PACED_FORWARD
 from nestpipe.methods import Method
+from nestpipe.schedule.stages import of_stage
 from nestpipe.simulator.hardware import Hardware
 from nestpipe.simulator.workload import Workload
 
@@ -83,7 +85,7 @@ def stage_seconds(cluster: Cluster, workload: Workload, micro_batches: int) -> d
     alone = {"E", "G", "D"} if cluster.group_size == 1 else {"D"} if cluster.groups == 1 else set()
     alone |= {"A"} if n == 1 else set()
     for stage, fixed in h.stage_overhead.items():
-        seconds[stage] += 0.0 if stage in alone else fixed
+        seconds[stage] = price(seconds, stage) + (0.0 if stage in alone else fixed)
     pace = w.pace_dense_s / micro_batches
     expand = w.key_count * w.embedding_bytes / micro_batches / h.expand_bytes_per_s
     return {
@@ -91,6 +93,11 @@ def stage_seconds(cluster: Cluster, workload: Workload, micro_batches: int) -> d
         "F": max(seconds["F"], pace * PACED_FORWARD) + expand,
         "B": max(seconds["B"], pace * (1 - PACED_FORWARD)) + expand,
     }
+
+
+def price(seconds: Mapping[str, float], stage: str) -> float:
+    """The stage's entry in ``stage_seconds``. Raises ValueError for a stage that has none."""
+    return of_stage(seconds, stage, "a price for the simulator", "stage_seconds in nestpipe/simulator/cost.py")
 
 
 def dense_seconds(hardware: Hardware, workload: Workload, micro_batches: int) -> float:

@@ -67,7 +67,6 @@ def reference_hardware(name: str, reference: Reference, workload: Workload, note
             raise ProfileError(f"hardware '{name}': {key} is {getattr(r, key)}, must be above 0")
     moved = workload.rows(r.at_workers) * workload.row_bytes
     sent = workload.distinct * workload.embedding_bytes
-    half = lambda base, slope: base / slope if slope > 0 else math.inf  # noqa: E731
     ring = 2 * (r.groups - 1) / r.groups * r.exchange_ms / 2
     return Hardware(
         name=name,
@@ -79,14 +78,19 @@ def reference_hardware(name: str, reference: Reference, workload: Workload, note
         routing_keys_per_s=_rate(workload.key_count, r.lookup_ms * r.routing_share),
         host_bytes_per_s=_rate(moved, r.lookup_ms * (1 - r.routing_share)),
         network_bytes_per_s=_rate(sent, r.exchange_ms / 2),
-        exchange_half_workers=half(r.exchange_ms, r.exchange_per_worker_ms),
-        lookup_half_workers=half(r.lookup_ms, r.lookup_per_worker_ms),
+        exchange_half_workers=_half(r.exchange_ms, r.exchange_per_worker_ms),
+        lookup_half_workers=_half(r.lookup_ms, r.lookup_per_worker_ms),
         lookup_tier_workers=r.tier_workers,
         lookup_tier_penalty=r.lookup_jump_ms / r.lookup_ms,
         replica_lookup=r.replica_lookup,
         replica_sync=r.replica_sync_ms / ring if r.groups > 1 else 0.0,
         notes=notes,
     )
+
+
+def _half(base: float, slope: float) -> float:
+    """Workers at which the part that grows by ``slope`` a worker is as long as ``base``."""
+    return base / slope if slope > 0 else math.inf
 
 
 def _rate(amount: float, ms: float) -> float:

@@ -12,8 +12,8 @@ from nestpipe.measurement.exposed_time import EXPOSED, StepTimes, step_times
 from nestpipe.measurement.trace import Timeline
 from nestpipe.methods import Method
 from nestpipe.schedule.building import folded
-from nestpipe.schedule.stages import STAGES
-from nestpipe.simulator.cost import Cluster, stage_seconds
+from nestpipe.schedule.stages import COMPUTE_LANE, STAGES
+from nestpipe.simulator.cost import Cluster, price, stage_seconds
 from nestpipe.simulator.virtual_lanes import LanePlan, lane_plan, run_lanes
 from nestpipe.simulator.workload import Workload
 
@@ -50,9 +50,6 @@ class Noise:
         return not (self.compute_jitter or self.key_skew or self.length_imbalance or self.stragglers)
 
 
-_JITTERED, _KEYED, _DENSE = "FBSUO", "KRUW", "FB"
-
-
 @dataclass(frozen=True)
 class NoisyDurations:
     """``Durations`` made a row at a time: mean seconds per operation, times the factors of its workers.
@@ -77,13 +74,14 @@ class NoisyDurations:
         if mean == 0.0 or noise.silent:
             return np.full(self.workers, mean)
         row = np.full(self.workers, mean)
+        kinds = STAGES[stage].noise
         if STAGES[stage].group is None:
             row *= self.fixed["straggler"]
-        if stage in _KEYED:
+        if "keys" in kinds:
             row *= self.fixed["keys"]
-        if stage in _DENSE and noise.length_imbalance:
+        if "length" in kinds and noise.length_imbalance:
             row *= _lognormal(noise.length_imbalance, self.workers, self.seed, 1, batch)
-        if stage in _JITTERED and noise.compute_jitter:
+        if "jitter" in kinds and noise.compute_jitter:
             row *= _lognormal(noise.compute_jitter, self.workers, self.seed, 2, i)
         return row
 
@@ -108,7 +106,7 @@ def method_plan(method: Method, micro_batches: int, batches: int, one_link: bool
 def seconds_per_op(plan: LanePlan, stages: Sequence[Mapping[str, float]]) -> np.ndarray:
     """Float64 [ops, len(stages)]: seconds of each operation under each of several cost tables."""
     letters = sorted({op.ref.stage for op in plan.ops})
-    table = np.array([[stage[letter] for stage in stages] for letter in letters])
+    table = np.array([[price(stage, letter) for stage in stages] for letter in letters])
     return table[[letters.index(op.ref.stage) for op in plan.ops]]
 
 
@@ -196,6 +194,6 @@ def steady_step_ms(plan: LanePlan, seconds: np.ndarray) -> np.ndarray:
 
     ``plan``: a ``steady_plan``; ``seconds`` [ops, columns]: see ``seconds_per_op``.
     """
-    last = {op.ref.batch: i for i, op in enumerate(plan.ops) if op.lane == "compute"}
+    last = {op.ref.batch: i for i, op in enumerate(plan.ops) if op.lane == COMPUTE_LANE}
     end = run_lanes(plan, seconds, independent=True).end
     return (end[last[WARM_UP + STEADY_STEPS - 1]] - end[last[WARM_UP - 1]]) / STEADY_STEPS * 1e3

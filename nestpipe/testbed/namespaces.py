@@ -9,7 +9,7 @@ CLONE_NEWNET = 0x40000000
 
 
 def enter_network_namespace(path: str) -> None:
-    """Move the calling thread, and threads it starts later, into the network namespace at `path`."""
+    """Move the calling thread, and threads it starts later, into the network namespace at ``path``."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:

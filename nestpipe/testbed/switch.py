@@ -41,7 +41,7 @@ def shape_lines(device: str, rate_bit_s: float) -> list[str]:
 
 
 def run_batch(namespace: str, tool: str, lines: list[str]) -> None:
-    """Run `lines` by one call of ip or tc in a namespace."""
+    """Run ``lines`` by one call of ip or tc in a namespace."""
     command = ["nsenter", f"--net={namespace}", tool, "-batch", "-"]
     done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True)
     if done.returncode != 0:

@@ -3,7 +3,7 @@
 A testbed is written as text, "loopback" or "netns:200mbit,1ms" (rate of each host's full-duplex link and one-way
 delay between hosts). The second needs Linux, root, iproute2 and a C compiler. Each host is a network namespace
 with interface eth0, 10.77.0.(host + 1); hosts meet at a bridge. tc's htb sets the rate; the delay is made by
-`switch.c`, since not every kernel has netem. That process holds the (nameless) namespaces and ends with its
+``switch.c``, since not every kernel has netem. That process holds the (nameless) namespaces and ends with its
 owner, so the kernel removes a testbed however its owner ended, and any number may exist side by side.
 """
 
@@ -52,7 +52,7 @@ DELAY_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclasses.dataclass
 class Testbed:
-    """A testbed; `up` makes it, `down` removes it, as a context manager it stands for the block.
+    """A testbed; ``up`` makes it, ``down`` removes it, as a context manager it stands for the block.
 
     rate_bit_s: rate of each host's link in each direction, bit/s; 0: not limited. delay_s: one-way delay
     between two hosts, seconds. hosts: number of hosts, 0: one per worker; more workers than hosts share them
@@ -78,11 +78,11 @@ class Testbed:
         return "lo" if self.kind == "loopback" else "eth0"
 
     def hosts_for(self, workers: int) -> int:
-        """How many hosts a run of `workers` ranks needs."""
+        """How many hosts a run of ``workers`` ranks needs."""
         return min(self.hosts, workers) if self.hosts else workers
 
     def host_of(self, rank: int, workers: int) -> int:
-        """The host that `rank` of `workers` ranks lives on: blocks of neighbouring ranks, as Slurm does it."""
+        """The host that ``rank`` of ``workers`` ranks lives on: blocks of neighbouring ranks, as Slurm does it."""
         return rank * self.hosts_for(workers) // workers
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Testbed:
         return f"netns:{_rate_text(self.rate_bit_s)},{_delay_text(self.delay_s)}{hosts}"
 
     def up(self, hosts: int) -> None:
-        """Make `hosts` hosts. Raises TestbedUnavailable."""
+        """Make ``hosts`` hosts. Raises TestbedUnavailable."""
         if self.kind != "loopback":
             self._make(hosts, owned=True)
 
@@ -112,18 +112,18 @@ class Testbed:
         self._switch, self._namespaces = None, ()
 
     def namespace(self, host: int) -> str:
-        """Path of the network namespace of `host`, "" on loopback; valid for processes of this machine."""
+        """Path of the network namespace of ``host``, "" on loopback; valid for processes of this machine."""
         if self._switch is None:
             return ""
         return f"/proc/{self._switch.pid}/fd/{self._namespaces[host + 1]}"
 
     def enter(self, host: int) -> None:
-        """Move the calling thread, and what it starts, to `host`. For a process that no RankPool starts."""
+        """Move the calling thread, and what it starts, to ``host``. For a process that no RankPool starts."""
         if self.kind != "loopback":
             enter_network_namespace(self.namespace(host))
 
     def address(self, host: int) -> str:
-        """IPv4 address of `host`."""
+        """IPv4 address of ``host``."""
         return "127.0.0.1" if self.kind == "loopback" else f"{SUBNET}.{host + 1}"
 
     def status(self) -> str:
@@ -267,7 +267,7 @@ def _delay_text(delay_s: float) -> str:
 
 
 def testbed_up(hosts: int, rate: str = "200mbit", delay: str = "1ms") -> str:
-    """Make a testbed that stays until `testbed_down`; returns its status. Raises TestbedUnavailable, ValueError."""
+    """Make a testbed that stays until ``testbed_down``; returns its status. Raises TestbedUnavailable, ValueError."""
     if any(switch["owner"] == "persistent" for switch in running_switches()):
         raise TestbedUnavailable("a testbed is up already: `nestpipe testbed status` shows it, `down` removes it")
     testbed = Testbed("netns", parse_rate(rate), parse_delay(delay), hosts)
@@ -276,7 +276,7 @@ def testbed_up(hosts: int, rate: str = "200mbit", delay: str = "1ms") -> str:
 
 
 def testbed_down() -> str:
-    """Remove testbeds made by `testbed_up`; those of runs in progress stay, they end with their run."""
+    """Remove testbeds made by ``testbed_up``; those of runs in progress stay, they end with their run."""
     switches = [switch for switch in running_switches() if switch["owner"] == "persistent"]
     for switch in switches:
         os.kill(switch["pid"], signal.SIGKILL)

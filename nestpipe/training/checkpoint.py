@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from nestpipe.machine.files import write_atomically
-from nestpipe.machine.locking import only_one
+from nestpipe.machine.locking import sole_writer
+from nestpipe.ranks.agreement import outcomes
 from nestpipe.trainer import Reshardable, StepResult, Trainer
 
 FORMAT = "nestpipe-checkpoint-1"
@@ -88,7 +89,7 @@ def only_writer(folder: str | None) -> Iterator[None]:
         yield
         return
     busy = f"another run saves to {folder}; wait for it, or choose another folder"
-    with only_one(Path(folder), CheckpointError, "--checkpoint", busy):
+    with sole_writer(Path(folder), busy=busy, option="--checkpoint", error=CheckpointError):
         yield
 
 
@@ -229,12 +230,10 @@ def _each_rank(work: Callable[[], Any], share: bool = True) -> Any:
         result = work()
     except (OSError, ValueError, RuntimeError) as error:
         failure = str(error) if isinstance(error, CheckpointError) else f"checkpoint: {error}"
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (failure, result if share else None))
-    for other, _ in outcomes:
-        if other:
-            raise CheckpointError(other)
-    return [value for _, value in outcomes] if share else result
+    results, failed = outcomes(failure, result if share else None)
+    if failed:
+        raise CheckpointError(failed.why)
+    return results if share else result
 
 
 def _first_rank(work: Callable[[], Any]) -> Any:

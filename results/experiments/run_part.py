@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from nestpipe.drawing.steady_step import cut_out
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.record import Record, Store
-from nestpipe.measurement.trace import Timeline
 from nestpipe.simulator.scenario import SimulateConfig, simulate
 from nestpipe.testbed.testbed import TestbedUnavailable
 from nestpipe.training.convergence import ConvergenceConfig, Curve, converge, curve_config, read_curves
@@ -123,18 +122,14 @@ def write_timeline(run: MethodRun, folder: Path) -> None:
     if len(record.steps) < _STEPS_KEPT:
         return
     last = _usual_step(record)
-    spans = list(_spans(run.timelines[0]))
-    compute = [(batch, end) for _, batch, _, lane, _, end in spans if lane == "compute"]
-    ends = {batch: max(e for b, e in compute if b == batch) for batch in {b for b, _ in compute}}
-    low, high = ends.get(last - _STEPS_KEPT), ends.get(last)
-    if low is None or high is None:
+    steps = cut_out(run.timelines[0], last - _STEPS_KEPT + 1, last)
+    if steps is None:
         return
     kept = [
-        [stage, batch - last + 1, micro, lane, round((start - low) * 1e3, 4), round((end - low) * 1e3, 4)]
-        for stage, batch, micro, lane, start, end in spans
-        if end > low and start < high
+        [span.stage, span.batch, span.micro, span.lane, round(span.start * 1e3, 4), round(span.end * 1e3, 4)]
+        for span in steps.spans
     ]
-    data = {"record": record.key, "method": record.method, "length_ms": (high - low) * 1e3, "spans": kept}
+    data = {"record": record.key, "method": record.method, "length_ms": steps.length * 1e3, "spans": kept}
     write_atomically(folder / f"{record.key}.json", json.dumps(data) + "\n")
 
 
@@ -144,8 +139,3 @@ def _usual_step(record: Record) -> int:
     typical = 2 * record.median["step_ms"]
     pairs = {step: ms + took[step - 1] for step, ms in took.items() if step - 1 in took}
     return min(pairs, key=lambda step: (abs(pairs[step] - typical), step)) if pairs else record.steps[-1]
-
-
-def _spans(timeline: Timeline) -> Any:
-    for i, ref in enumerate(timeline.refs):
-        yield ref.stage, ref.batch, ref.micro, timeline.lanes[i], float(timeline.start[i, 0]), float(timeline.end[i, 0])

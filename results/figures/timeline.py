@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 
-from nestpipe.drawing.text_grid import UNITS
+from nestpipe.drawing.steady_step import steady_step
 from nestpipe.methods import UnknownMethod, find_method
-from nestpipe.schedule.operations import Schedule
+from nestpipe.schedule.operations import Ref
 from nestpipe.schedule.stages import STAGES
-from nestpipe.simulator.virtual_lanes import virtual_timeline
 from results.artefacts import TWO, Artefact, Picture, Sources
 from results.figures.style import COLOURS, figure, picture
 from results.frames.frames import label_of, order_of
@@ -52,9 +49,9 @@ def _scheduled() -> Picture:
             method = find_method(name)
         except UnknownMethod:
             continue
-        template = method.schedule(4)
-        spans, length = steady_spans(template)
-        drawn.append((f"{name}, N = {template.micro_batches}", spans, length))
+        schedule = method.schedule(4)
+        step = steady_step(schedule, lambda op: op.stage.columns)
+        drawn.append((f"{name}, N = {schedule.micro_batches}", step.spans, step.length))
     return _strips(
         "timeline-schedules",
         drawn,
@@ -62,31 +59,6 @@ def _scheduled() -> Picture:
         "Schedules: one step t of each method, in made-up units "
         "that show only the order. Numbers: batch relative to t, micro-batch after the dot.",
     )
-
-
-def steady_spans(template: Schedule) -> tuple[list[tuple[str, int, int, str, float, float]], float]:
-    """Operations of one steady step (stage, batch relative to it, micro-batch, lane, start, end) and its length.
-
-    As the engine is driven: a step is handed to the lanes when the compute lane has done the step before.
-    """
-    last = next(op.ref for op in reversed(template.ops) if op.lane == "compute")
-    before = last._replace(batch=last.batch - 1)
-    driven = replace(template, ops=tuple(replace(op, after=(*op.after, before)) for op in template.ops))
-    middle = template.depth + max(template.rings.values(), default=1) + 3
-    ops = driven.unroll(2 * middle)
-    drawn = virtual_timeline(ops, np.array([[float(UNITS[op.ref.stage])] for op in ops]))
-    start, end = drawn.start[:, 0], drawn.end[:, 0]
-    ends = {
-        b: max(end[i] for i, op in enumerate(ops) if op.lane == "compute" and op.ref.batch == b)
-        for b in (middle - 1, middle)
-    }
-    low, high = float(ends[middle - 1]), float(ends[middle])
-    spans = [
-        (op.ref.stage, op.ref.batch - middle, op.ref.micro, op.lane, float(start[i]) - low, float(end[i]) - low)
-        for i, op in enumerate(ops)
-        if end[i] > low and start[i] < high
-    ]
-    return spans, high - low
 
 
 def _measured(sources: Sources) -> Picture | None:
@@ -122,7 +94,7 @@ def _draw(panel: Axes, lanes: list[str], spans: Any, length: float, longest: flo
         row = len(lanes) - 1 - lanes.index(lane)
         bars.setdefault((row, STAGES[stage].category), []).append((begin, stop - begin))
         if stop - begin > longest * 0.035:
-            text = stage + (f"{batch:+d}" if batch else "") + (f".{micro}" if micro else "")
+            text = Ref(stage, batch, micro).relative()
             named = panel.text((begin + stop) / 2, row, text, ha="center", va="center", fontsize=5, clip_on=True)
             named.set_in_layout(False)
     for (row, category), pieces in bars.items():

@@ -22,10 +22,10 @@ from nestpipe.adoption.collections import HandedRows, drop_in, read_keys, stated
 from nestpipe.adoption.pipeline import NestPipeline
 from nestpipe.adoption.separable import NotSeparable
 from nestpipe.data.batch import Jagged
-from nestpipe.embedding.pooling import PooledEmbeddings, pool
+from nestpipe.embedding.pooling import pool
 from nestpipe.trainer import SparseOptimizer
 from tests.support.adoption_models import DIM, ROWS, SGD, Clicks, UserBatch, bags, keys, sgd, user_batch
-from tests.support.paths import ROOT
+from tests.support.example_modules import EXAMPLES, example
 
 
 class Rows(nn.Module):
@@ -73,16 +73,13 @@ def test_sequence_drop_in_equals_the_collection():
         assert torch.equal(got[name].lengths(), wanted[name].lengths())
 
 
-def test_pooled_embeddings_without_torchrec_models():
-    rows = {"f": Jagged(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([2, 0, 1]))}
-    weights = {"f": Jagged(torch.tensor([3.0, 1.0, 0.5]), rows["f"].counts)}
-    wrapped = lambda how: PooledEmbeddings(lambda _: rows, {"f": how})  # noqa: E731
-    assert wrapped("sum")({})["f"].flatten().tolist() == [3, 0, 4]
-    assert wrapped("mean")({})["f"].flatten().tolist() == [1.5, 0, 4]
-    assert wrapped("mean")({}, weights)["f"].flatten().tolist() == [2.5, 0, 2]
+def test_pooling_of_uneven_samples():
+    rows, lengths = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([2, 0, 1])
+    weights = torch.tensor([3.0, 1.0, 0.5])
+    assert pool(rows, lengths, "sum").flatten().tolist() == [3, 0, 4]
+    assert pool(rows, lengths, "mean").flatten().tolist() == [1.5, 0, 4]
+    assert pool(rows, lengths, "mean", weights).flatten().tolist() == [2.5, 0, 2]
     assert pool(torch.empty(0, 2), torch.zeros(3).long()).shape == (3, 2)
-    with pytest.raises(ValueError, match="pooling 'max'"):
-        wrapped("max")
 
 
 def test_batches_of_any_type_survive_a_split():
@@ -150,15 +147,20 @@ def test_one_micro_batch_may_mix_samples():
 
 
 def test_the_check_leaves_model_and_random_numbers_alone():
-    model = Clicks(bags(), middle=nn.Dropout(0.5))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = torch.get_rng_state()
-    pipeline = NestPipeline(model, sgd, SGD, micro_batches=2)
-    batches = iter([user_batch(8, 1)])
-    pipeline._converted(batches)
-    assert torch.equal(torch.get_rng_state(), state) and model.training
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-    pipeline.close()
+    """With dropout, a checked run would draw other numbers than an unchecked one if the check drew any."""
+    results = []
+    for check in (True, False):
+        torch.manual_seed(1)
+        model = Clicks(bags(), middle=nn.Dropout(0.5))
+        pipeline = NestPipeline(model, sgd, SGD, micro_batches=2, check=check)
+        batches = iter([user_batch(8, seed) for seed in (1, 2)])
+        losses = [pipeline.progress(batches).loss for _ in range(2)]
+        assert model.training
+        results.append((losses, {name: value.clone() for name, value in pipeline.export().state_dict().items()}))
+        pipeline.close()
+    (losses, state), (unchecked_losses, unchecked_state) = results
+    assert losses == unchecked_losses
+    assert all(torch.equal(state[name], unchecked_state[name]) for name in state)
 
 
 def test_other_refusals():
@@ -288,8 +290,6 @@ def test_what_one_rank_refuses_all_refuse(pool2):
 
 # ---- DLRM ----
 
-EXAMPLES = ROOT / "examples"
-
 
 def test_the_example_changes_at_most_five_lines():
     theirs, ours = ((EXAMPLES / f"dlrm_{name}.py").read_text().splitlines() for name in ("torchrec", "nestpipe"))
@@ -307,13 +307,9 @@ def test_the_change_in_the_readme_is_the_examples():
 
 def dlrm_losses(steps: int, micro_batches: int, rule: str):
     """On a rank: unmodified DLRM under DistributedModelParallel and under NestPipe, from the same weights."""
-    import sys
-
-    sys.path.insert(0, str(EXAMPLES))
-    import dlrm_common as common
-
     from baselines.torchrec.sharding import shards
 
+    common = example("dlrm_common")
     optimizer = {"sgd": SparseOptimizer("sgd", lr=10.0), "rowwise_adagrad": SparseOptimizer(rule, 0.02, 1e-4)}[rule]
     torch.manual_seed(1)  # as in any data-parallel program: the same dense weights on all ranks
     model, other = common.dlrm(), common.dlrm()

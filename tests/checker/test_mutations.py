@@ -16,7 +16,8 @@ from functools import cache
 import pytest
 import torch
 
-from nestpipe.checker.rules import Problem, check
+from nestpipe.checker.problem import Problem
+from nestpipe.checker.rules import check
 from nestpipe.schedule.building import op, schedule
 from nestpipe.schedule.frozen_window import fwp_only
 from nestpipe.schedule.operations import Schedule
@@ -153,6 +154,6 @@ def test_what_the_engine_refuses_the_checker_rejects() -> None:
             run_in_order(m.schedule, SETTING, [])
         except ValueError as error:
             refused.append(m)
-            assert "lacks" in str(error) or "stands in another step" in str(error) or "writes back later" in str(error)
+            assert "lacks" in str(error) or "in a different step" in str(error) or "writes back later" in str(error)
             assert check(m.schedule), f"{m.kind}, {m.what}: {error}"
     assert len(refused) >= 20

@@ -11,9 +11,9 @@ from nestpipe.clustering.clustering import batch_pins, cluster, distinct_keys
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.data import Batch
 from nestpipe.data.tables import TableConfig
-from nestpipe.datasets.criteo import CRITEO_TABLES, criteo_batches
 from nestpipe.datasets.loader import load_dataset
 from nestpipe.training.runs import RunConfig, run
+from tests.support.example_modules import example
 from tests.support.paths import MOVIELENS
 
 SAMPLES, BATCHES = 512, 3
@@ -21,8 +21,9 @@ SAMPLES, BATCHES = 512, 3
 
 def batches_of(kind: str) -> tuple[list[Batch], tuple[TableConfig, ...]]:
     if kind == "dlrm":
-        source = criteo_batches(SAMPLES, seed=1)
-        return [next(source) for _ in range(BATCHES)], CRITEO_TABLES
+        criteo = example("criteo")
+        source = criteo.criteo_batches(SAMPLES, seed=1)
+        return [next(source) for _ in range(BATCHES)], criteo.criteo_tables(16)
     if kind == "movielens":
         if not MOVIELENS.exists():
             pytest.skip("MovieLens 100K is not here; set NESTPIPE_ML100K to its folder")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 
 from nestpipe import cli
-from nestpipe.commands.bars import progress_bar
 from nestpipe.schedule.frozen_window import fwp_only
 from nestpipe.schedule.templates import nestpipe
 from nestpipe.schedule.text import to_text
@@ -163,11 +160,3 @@ def test_interrupt_before_any_rank_has_started(capsys, monkeypatch):
 
     monkeypatch.setattr("nestpipe.commands.methods.main", interrupted)
     assert call(capsys, "methods")[0] == 130
-
-
-def test_long_commands_tell_where_they_are_without_a_terminal():
-    out = io.StringIO()
-    with progress_bar(Console(file=out), "starting") as show:
-        for title, done in (("a", 1), ("a", 2), ("b", 3)):
-            show(title, done, 3)
-    assert out.getvalue().split() == ["a", "b"]

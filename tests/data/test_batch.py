@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.data import Batch, Jagged
-from nestpipe.data.keyed_jagged import to_keyed_jagged_tensor
+from nestpipe.data.keyed_jagged import keyed_jagged_tensor
 
 
 def make_batch(lists: list[list[int]]) -> Batch:
@@ -86,7 +86,7 @@ def test_embedded_values_select_by_row():
 def test_keyed_jagged_tensor_holds_the_same_features(lists):
     pytest.importorskip("torchrec", reason="torchrec is not installed")
     batch = make_batch(lists)
-    keyed = to_keyed_jagged_tensor(batch.sparse)
+    keyed = keyed_jagged_tensor(batch.sparse)
     assert keyed.keys() == list(batch.sparse) and keyed.stride() == len(lists)
     if not lists:  # torchrec cannot take a KeyedJaggedTensor of no samples apart
         return

@@ -25,7 +25,7 @@ def dataset_of(histories: list[list[int]], batch_size: int = 4, windows: str = "
         return flat[where], where
 
     return Dataset(
-        name="given", items=100, lengths=np.array([len(h) for h in histories]), read=read, seed=seed,
+        items=100, lengths=np.array([len(h) for h in histories]), read=read, seed=seed,
         test_items=np.full(len(histories), 7), batch_size=batch_size, negatives=5, sequence_length=length,
         windows=windows,
     )  # fmt: skip

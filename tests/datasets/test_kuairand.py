@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import multiprocessing
@@ -15,11 +16,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from nestpipe.data.kuairand import convert as kuairand_convert
 
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.data import DataError
 from nestpipe.data.text_blocks import BadRows
+from nestpipe.datasets import kuairand_convert
 from nestpipe.datasets.kuairand import converted_folder, find_logs
 from nestpipe.datasets.kuairand_convert import VideosSeen, convert
 from nestpipe.datasets.kuairand_rows import read_log
@@ -102,14 +103,24 @@ def test_changed_logs_are_converted_anew(tmp_path):
     assert load(tmp_path).items == 3
 
 
+def when_it_advances(stage, act):
+    """In place of the progress bar of a conversion: ``act`` is called when ``stage`` has got a first part done."""
+
+    @contextlib.contextmanager
+    def progress(title, total):
+        yield lambda amount: act() if title == stage else None
+
+    return progress
+
+
 def test_an_interrupted_conversion_starts_clean(tmp_path, monkeypatch):
     write(tmp_path, a=[row(*r) for r in scattered()])
     wanted_files = find_logs(str(tmp_path))
     folder = converted_folder(wanted_files)
     context = multiprocessing.get_context("fork")
-    for stage in ("_deal", "_lay_out"):  # killed in either pass
+    for stage in ("reading logs", "ordering histories"):
         with monkeypatch.context() as patch:
-            patch.setattr(kuairand_convert, stage, lambda *_: os.kill(os.getpid(), 9))
+            patch.setattr(kuairand_convert, "progress", when_it_advances(stage, lambda: os.kill(os.getpid(), 9)))
             child = context.Process(target=convert, args=(wanted_files, folder, False))
             child.start()
             child.join()
@@ -209,14 +220,8 @@ def test_a_file_that_vanishes_or_grows_meanwhile(tmp_path, monkeypatch):
     write(tmp_path, a=GOOD, b=GOOD)
     files = find_logs(str(tmp_path))
     folder = converted_folder(files)
-    real = kuairand_convert._deal
-
-    def vanish(rows, open_files):
-        files[1].unlink(missing_ok=True)
-        real(rows, open_files)
-
     with monkeypatch.context() as patch:
-        patch.setattr(kuairand_convert, "_deal", vanish)
+        patch.setattr(kuairand_convert, "progress", when_it_advances("reading logs", files[1].unlink))
         with pytest.raises(DataError, match=r"log_standard_b\.csv: has vanished"):
             convert(files, folder, skip=True)
     assert not folder.exists()

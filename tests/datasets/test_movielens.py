@@ -7,8 +7,8 @@ from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.data import DataError
 from nestpipe.data.text_blocks import blocks
 from nestpipe.datasets.loader import load_dataset
-from nestpipe.models.ranking_quality import popularity_baseline
 from tests.support.paths import MOVIELENS
+from tests.support.popularity import popularity_hit_rate
 
 GOOD = "1\t10\t5\t100\n1\t30\t3\t50\n2\t20\t1\t7\n1\t20\t4\t100\n2\t10\t2.5\t6\n"
 
@@ -120,4 +120,4 @@ def test_the_real_file(real):
 
 
 def test_popularity_on_the_real_file(real):
-    assert popularity_baseline(real)["HR@10"] == pytest.approx(0.086, abs=0.001)
+    assert popularity_hit_rate(real) == pytest.approx(0.086, abs=0.001)

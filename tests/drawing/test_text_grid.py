@@ -60,6 +60,9 @@ def test_what_began_before_the_step_is_marked():
 def test_a_narrow_terminal_shows_the_same_step_in_pieces():
     whole, narrow = grid(nestpipe(4)), grid(nestpipe(4), columns=60)
     assert max(map(len, narrow.splitlines())) <= 60 < max(map(len, whole.splitlines()))
-    rows = lambda text: {lane: cells[:-1] for lane, cells in (line.split("|", 1) for line in text.splitlines())}  # noqa: E731
+
+    def rows(text: str) -> dict[str, str]:
+        return {lane: cells[:-1] for lane, cells in (line.split("|", 1) for line in text.splitlines())}
+
     pieces = [rows(block) for block in narrow.split("\n\n")]
     assert {lane: "".join(piece[lane] for piece in pieces) for lane in pieces[0]} == rows(whole)

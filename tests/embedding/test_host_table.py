@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nestpipe.data.tables import TableConfig
-from nestpipe.embedding.dual_buffer import DualBuffer
+from nestpipe.embedding.dual_buffer import RowBuffer, synchronise
 from nestpipe.embedding.host_table import fill_initial_rows, host_table, initial_rows, shard_layout
 from nestpipe.embedding.retrieval_write_back import Rows, empty_rows
 from nestpipe.embedding.sparse_optimizers import sparse_update, state_width
@@ -26,12 +26,24 @@ def test_initial_rows_do_not_depend_on_the_sharding(ranks: int, seed: int) -> No
     whole = {table.name: initial_rows(seed, table, 0, table.rows) for table in layout.tables}
     for rank in range(ranks):
         shard = host_table(layout, rank, seed, 1)
-        assert shard.weight.shape == (layout.local_rows, 3)
-        assert not shard.state.any()
+        assert shard.rows.weight.shape == (layout.local_rows, 3)
+        assert not shard.rows.state.any()
         for t, table in enumerate(layout.tables):
             start, stop = layout.owned(t, rank)
-            mine = shard.weight[layout.base[t] : layout.base[t] + stop - start]
+            mine = shard.rows.weight[layout.base[t] : layout.base[t] + stop - start]
             assert torch.equal(mine, whole[table.name][start:stop])
+
+
+def test_a_loaded_table_is_shared_out_to_its_owners_and_the_others_stay() -> None:
+    for rank in range(3):
+        layout = shard_layout((BIG, SMALL), 3)
+        shard = host_table(layout, rank, 1, 1)
+        before = shard.block("big").weight.clone()
+        values = torch.rand(SMALL.rows, 3)
+        shard.load("small", values)
+        start, stop = layout.owned(1, rank)
+        assert torch.equal(shard.block("small").weight[: stop - start], values[start:stop])
+        assert torch.equal(shard.block("big").weight, before)
 
 
 @settings(max_examples=30, deadline=None)
@@ -74,21 +86,23 @@ def filled(count: int, width: int, start: float) -> Rows:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1), st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 3))
 def test_buffers_grow_are_reused_and_do_not_touch_each_other(width: int, counts: list[int], slots: int) -> None:
-    buffers = DualBuffer(slots, 2, width)
+    buffers = [RowBuffer(2, width) for _ in range(slots)]
+    address: dict[int, int] = {}
     held: dict[int, Tensor] = {}
     largest: dict[int, int] = {}
     for n, count in enumerate(counts):
         slot = n % slots
-        room = buffers._rows[slot].weight.data_ptr()
-        rows = buffers.resize(slot, count)
+        rows = buffers[slot].resize(count)
         assert (len(rows), rows.weight.shape, rows.state.shape) == (count, (count, 2), (count, width))
-        if count <= largest.get(slot, 0):
-            assert buffers._rows[slot].weight.data_ptr() == room
+        if 0 < count <= largest.get(slot, 0):
+            assert rows.weight.data_ptr() == address[slot]
+        elif count:
+            address[slot] = rows.weight.data_ptr()
         largest[slot] = max(count, largest.get(slot, 0))
         rows.weight.fill_(n)
         held[slot] = rows.weight.clone()
         for other, wanted in held.items():
-            assert torch.equal(buffers[other].weight, wanted)
+            assert torch.equal(buffers[other].rows.weight, wanted)
 
 
 @settings(max_examples=50, deadline=None)
@@ -96,8 +110,7 @@ def test_buffers_grow_are_reused_and_do_not_touch_each_other(width: int, counts:
 def test_synchronisation_copies_whole_rows_that_both_batches_touch(old: set, new: set, width: int) -> None:
     before, after = sorted(old), sorted(new)
     common = sorted(old & new)
-    buffers = DualBuffer(2, 2, width)
-    source, target = buffers.resize(0, len(before)), buffers.resize(1, len(after))
+    source, target = empty_rows(len(before), 2, width), empty_rows(len(after), 2, width)
     for rows, start in ((source, 100.0), (target, 900.0)):
         example = filled(len(rows), width, start)
         rows.weight.copy_(example.weight)
@@ -106,12 +119,12 @@ def test_synchronisation_copies_whole_rows_that_both_batches_touch(old: set, new
     source_before = source.weight.clone()
     index = torch.tensor([after.index(row) for row in common], dtype=torch.int64)
     index_before = torch.tensor([before.index(row) for row in common], dtype=torch.int64)
-    buffers.synchronise(1, 0, index, index_before)
+    synchronise(target, source, index, index_before)
     for place, row in enumerate(after):
         wanted = (source, before.index(row)) if row in old else (kept, place)
-        assert torch.equal(buffers[1].weight[place], wanted[0].weight[wanted[1]])
-        assert torch.equal(buffers[1].state[place], wanted[0].state[wanted[1]])
-    assert torch.equal(buffers[0].weight, source_before)
+        assert torch.equal(target.weight[place], wanted[0].weight[wanted[1]])
+        assert torch.equal(target.state[place], wanted[0].state[wanted[1]])
+    assert torch.equal(source.weight, source_before)
 
 
 @pytest.mark.parametrize("width", [0, 1])

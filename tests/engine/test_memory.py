@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.tables import TableConfig
+from nestpipe.embedding.memory import Memory
 from nestpipe.engine.engine import Engine
 from nestpipe.schedule.templates import nestpipe
 from nestpipe.trainer import ModelSpec, SparseOptimizer
@@ -41,6 +44,21 @@ def anonymous_bytes() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
+class WatchedMemory(Memory):
+    """Knows what is left of the buffers' and received rows' memory."""
+
+    made: ClassVar[list[weakref.ref[Tensor]]] = []
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        tensor = super().empty(*shape, dtype=dtype)
+        self.made.append(weakref.ref(tensor))
+        return tensor
+
+    def in_use(self) -> int:
+        """Bytes."""
+        return sum(t.numel() * t.element_size() for ref in self.made if (t := ref()) is not None)
+
+
 def batches():
     draw = torch.Generator().manual_seed(1)
     counts = torch.full((SAMPLES,), KEYS, dtype=torch.int64)
@@ -55,21 +73,25 @@ def measure() -> dict[str, float]:
     torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # imports much of torch
     before = anonymous_bytes()
     spec = ModelSpec((TableConfig("item", ROWS, DIM, ("item",), 0.1),), Mean)
-    engine = Engine(nestpipe(8), spec, SparseOptimizer(), lambda p: torch.optim.Adam(p), seed=1)
+    memory = WatchedMemory()
+    engine = Engine(nestpipe(8), spec, SparseOptimizer(), lambda p: torch.optim.Adam(p), seed=1, memory=memory)
     built = anonymous_bytes()
     source = batches()
     for _ in range(STEPS):
         engine.progress(source)
     after = anonymous_bytes()
-    size = lambda *tensors: sum(t.numel() * t.element_size() for t in tensors)  # noqa: E731
-    buffers = sum(size(rows.weight, rows.state) for rows in engine.buffers._rows)
+
+    def size(*tensors: torch.Tensor) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    state = engine.state_dict()
     values = {
         "imports": before,
         "building added": built - before,
         "all added": after - before,
-        "shard": size(engine.shard.weight),
-        "optimizer state": size(engine.shard.state),
-        "two buffers": buffers,
+        "shard": size(state["weight"]),
+        "optimizer state": size(state["state"]),
+        "two buffers": memory.in_use(),
     }
     engine.close()
     return {name: value / MEGABYTE for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""The doctor names what is wrong and the fix, and fails only where nothing would run."""
+"""The doctor names what is wrong and the fix, and fails only if nothing would run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
+from nestpipe.commands.doctor import as_table
 from nestpipe.machine import doctor
 from nestpipe.machine.doctor import Check, diagnose, exit_code, plain_report
 
@@ -60,17 +62,24 @@ def test_exit_code(status, code):
     assert exit_code([Check("a", "ok", ""), Check("b", status, "", "mend it")]) == code
 
 
-def test_reports(monkeypatch, capsys):
+def test_reports(capsys):
     checks = [Check("torch", "fail", "does not import [x]", "make setup")]
     assert plain_report(checks).splitlines() == [
         "fail  torch           does not import [x]",
         "                      -> make setup",
     ]
-    doctor.print_report(checks)
-    assert "does not import [x]" in capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    doctor.print_report(checks)
-    assert capsys.readouterr().out == plain_report(checks) + "\n"
+    Console().print(as_table(checks))
+    shown = capsys.readouterr().out
+    assert "does not import [x]" in shown and "-> make setup" in shown
+
+
+def test_torchrec_that_does_not_load_says_why(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
+    monkeypatch.setattr(
+        doctor, "installed_versions", lambda: {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm": "1.8.0"}
+    )
+    check = by_name(diagnose())["torchrec"]
+    assert check.status == "fail" and "does not load" in check.detail and "fbgemm-gpu-cpu" in check.fix
 
 
 def test_runs_as_a_program():

@@ -87,7 +87,10 @@ def test_a_slow_rank_is_the_other_ranks_skew():
 
 def spans_of(timeline: Timeline, gap_ns: int = 0) -> list[list[Span]]:
     """The timeline as spans; ``gap_ns``: the i-th operation is that much later for every operation before it."""
-    at = lambda seconds, i: round(seconds * 1e9) + gap_ns * i  # noqa: E731
+
+    def at(seconds: float, i: int) -> int:
+        return round(seconds * 1e9) + gap_ns * i
+
     return [
         [
             Span(*ref, lane, at(timeline.start[i, r], i), at(timeline.end[i, r], i))
@@ -158,7 +161,7 @@ def reference(timeline: Timeline, rank: int, step: int) -> dict[str, float]:
         charge(i, end[i] - start[i])
         now = start[i]
         while now > low:
-            waited = [j for j in timeline.before[i] if j >= 0]
+            waited = [j for j in timeline.waited_for[i] if j >= 0]
             if not waited:
                 parts["other"] += now - low
                 break

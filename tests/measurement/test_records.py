@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 
 import numpy as np
 import pytest
 
-from nestpipe.machine.files import NotWritable, require_writable, write_atomically
 from nestpipe.measurement.exposed_time import EXPOSED, StepTimes
 from nestpipe.measurement.provenance import provenance
 from nestpipe.measurement.record import (
@@ -140,28 +138,6 @@ def test_provenance_names_versions_commit_host_and_command():
     json.dumps(data)
 
 
-@pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch, function):
-    path = tmp_path / "deep" / "record.json"
-    write_atomically(path, "old\n")
-
-    def fail(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, function, fail)
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(path, "new\n")
-    assert path.read_text() == "old\n"
-    assert [p.name for p in path.parent.iterdir()] == ["record.json"]
-
-
-def test_interrupt_in_mid_write_leaves_no_half_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        write_atomically(tmp_path / "record.json", "new\n")
-    assert not list(tmp_path.iterdir())
-
-
 def test_store_gives_back_what_was_put_in(tmp_path):
     store = Store(tmp_path / "store")
     other = dataclasses.replace(RECORD, method="serial(8)")
@@ -184,16 +160,6 @@ def test_store_skips_and_names_what_it_cannot_read(tmp_path):
     assert "remove it or run it again" in skipped[2]
 
 
-def test_where_nothing_can_be_written_is_said_before_anything_runs(tmp_path):
-    require_writable(tmp_path / "new" / "out.json")
-    assert not list((tmp_path / "new").iterdir())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotWritable, match=r"cannot write into .*/file: it is no folder"):
-        require_writable(tmp_path / "file" / "out.json")
-    with pytest.raises(NotWritable, match="is a folder"):
-        require_writable(tmp_path)
-
-
 def test_unreadable_files_of_every_kind_are_named_and_the_rest_is_read(tmp_path):
     whole = Store(tmp_path).write(RECORD)
     text = whole.read_text()
@@ -212,20 +178,3 @@ def test_unreadable_files_of_every_kind_are_named_and_the_rest_is_read(tmp_path)
     records, skipped = Store(tmp_path).read()
     assert records == [RECORD, RECORD]
     assert sorted(s.split(".json:")[0] for s in skipped) == sorted(f"z-{n}" for n in (*broken, "folder", "link"))
-
-
-def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    link, pipe = tmp_path / "link.json", tmp_path / "pipe"
-    link.symlink_to("elsewhere/there.json")
-    require_writable(link)
-    write_atomically(link, "text")
-    assert link.is_symlink() and (tmp_path / "elsewhere" / "there.json").read_text() == "text"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        require_writable(pipe)
-        write_atomically(pipe, "text")
-        assert os.read(reader, 10) == b"text" and pipe.is_fifo()
-    finally:
-        os.close(reader)

@@ -76,13 +76,13 @@ def test_scheduled_timeline_joins_ranks_on_one_clock():
     np.testing.assert_allclose(timeline.ready[collective], timeline.start[collective, 1])
     local = timeline.refs.index(Ref("F", 0, 1))
     np.testing.assert_allclose(timeline.ready[local], timeline.start[local])
-    assert timeline.before[1].tolist() == [0, -1]  # H waits for P alone
+    assert timeline.waited_for[1].tolist() == [0, -1]  # H waits for P alone
 
 
 def test_observed_operations_wait_for_what_ended_last_before_them():
     spans = [Span("P", 0, 0, "input", 0, 10), Span("K", 0, 0, "keys", 0, 4), Span("F", 0, 1, "compute", 12, 20)]
     (timeline,) = observed_timelines([spans], [0.0])
-    by_name = dict(zip(map(str, timeline.refs), timeline.before[:, 0], strict=True))
+    by_name = dict(zip(map(str, timeline.refs), timeline.waited_for[:, 0], strict=True))
     assert timeline.refs[by_name["F0.1"]] == Ref("P", 0)
     assert by_name["P0"] == -1 and by_name["K0"] == -1
 

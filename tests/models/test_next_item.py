@@ -12,9 +12,10 @@ from nestpipe.config import DataConfig, ModelConfig, TrainingConfig
 from nestpipe.data import Batch, Jagged
 from nestpipe.datasets.loader import load_dataset
 from nestpipe.models.next_item import NextItem, build_model_spec
-from nestpipe.models.ranking_quality import evaluate, popularity_baseline
+from nestpipe.models.ranking_quality import evaluate
 from tests.support.paths import MOVIELENS
 from tests.support.plain_loop import PlainEmbeddings, train_plain
+from tests.support.popularity import popularity_hit_rate
 
 SMALL = TrainingConfig(
     data=DataConfig(data_scale=1e-5, batch_size=8, negatives=6),
@@ -153,7 +154,7 @@ def test_torchrecs_embedding_collection_takes_the_place_of_the_embeddings(datase
     from torchrec.modules.embedding_configs import EmbeddingConfig
     from torchrec.modules.embedding_modules import EmbeddingCollection
 
-    from nestpipe.data.keyed_jagged import to_keyed_jagged_tensor
+    from nestpipe.data.keyed_jagged import keyed_jagged_tensor
 
     plain = build(SMALL, dataset)
     spec = build_model_spec(replace(SMALL, pace_dense_ms=pace_dense_ms), dataset)
@@ -172,7 +173,7 @@ def test_torchrecs_embedding_collection_takes_the_place_of_the_embeddings(datase
     with torch.no_grad():
         weight.copy_(plain.embeddings.tables["item"].weight)
     model = spec.build(collection)
-    losses, wanted = model(replace(batch, sparse=to_keyed_jagged_tensor(batch.sparse))), plain(batch)
+    losses, wanted = model(replace(batch, sparse=keyed_jagged_tensor(batch.sparse))), plain(batch)
     torch.testing.assert_close(losses, wanted)
     losses.sum().backward()
     wanted.sum().backward()
@@ -212,24 +213,33 @@ def test_evaluation_in_pieces_gives_the_same(dataset, monkeypatch):
     model = build(SMALL, dataset)
     table = model.embeddings.tables["item"].weight.detach()
     whole = evaluate(model, table, dataset)
-    monkeypatch.setattr("nestpipe.models.ranking_quality._ITEMS", 7)
-    monkeypatch.setattr("nestpipe.models.ranking_quality._USERS", 3)
+    monkeypatch.setattr("nestpipe.models.ranking_quality.ITEMS_AT_ONCE", 7)
+    monkeypatch.setattr("nestpipe.models.ranking_quality.USERS_AT_ONCE", 3)
     assert evaluate(model, table, dataset) == pytest.approx(whole)
 
 
 def test_evaluation_sees_what_training_predicts(dataset):
-    """The evaluation's query after the training history is the training's query at its last position."""
+    """A user's ranks follow from the training's query at the last position of the training history."""
     dense = NextItem(SMALL.model)
-    table = torch.randn(dataset.items, 16)
-    from nestpipe.models.ranking_quality import _queries
-
-    users = np.flatnonzero(dataset.lengths >= 4)[:3]
-    queries = _queries(dense, table, dataset, users)
-    for query, user in zip(queries, users, strict=True):
-        count = min(int(dataset.lengths[user]), 10)
-        items, times = dataset.read(np.array([user]), np.array([dataset.lengths[user] - count]), np.array([count]))
-        alone = dense.encode(table[items][None], torch.from_numpy(times)[None])[0, -1]
-        torch.testing.assert_close(query, alone, rtol=1e-4, atol=1e-4)
+    table = torch.randn(dataset.items, 16, generator=torch.Generator().manual_seed(1))
+    represented, ranks = dense.represent(table), []
+    with torch.no_grad():
+        for user in range(dataset.users):
+            seen, times = dataset.read(np.array([user]), np.array([0]), dataset.lengths[[user]])
+            test = int(dataset.test_items[user])
+            if not len(seen):  # all items tie and rank by id
+                ranks.append(1 + test)
+            if test in seen or not len(seen):
+                continue
+            latest, then = torch.from_numpy(seen[-10:]), torch.from_numpy(times[-10:])
+            scores = represented @ dense.encode(table[latest][None], then[None])[0, -1]
+            scores[seen] = -torch.inf
+            ranks.append(1 + int((scores > scores[test]).sum()))
+    cutoffs = (1, 3, 10, 50)
+    metrics = evaluate(dense, table, dataset, cutoffs)
+    assert metrics["users"] == len(ranks) > 10
+    for k in cutoffs:
+        assert metrics[f"HR@{k}"] == pytest.approx(np.mean([rank <= k for rank in ranks]))
 
 
 @pytest.mark.slow
@@ -238,8 +248,7 @@ def test_learns_synthetic_interests():
     dataset = load_dataset(training.data, training.model, training.seed)
     result = train_plain(training, epochs=3, dataset=dataset)
     assert np.mean(result.losses[-5:]) < 0.5 * np.mean(result.losses[:5])
-    got, popular = evaluate(result.model, result.table, dataset), popularity_baseline(dataset)
-    assert got["HR@10"] > 1.5 * popular["HR@10"]
+    assert evaluate(result.model, result.table, dataset)["HR@10"] > 1.5 * popularity_hit_rate(dataset)
 
 
 @pytest.mark.slow
@@ -251,4 +260,4 @@ def test_beats_popularity_on_movielens(seed):
     training = TrainingConfig(data=data, seed=seed)
     dataset = load_dataset(data, training.model, seed)
     result = train_plain(training, epochs=6, dataset=dataset)
-    assert evaluate(result.model, result.table, dataset)["HR@10"] >= 1.6 * popularity_baseline(dataset)["HR@10"]
+    assert evaluate(result.model, result.table, dataset)["HR@10"] >= 1.6 * popularity_hit_rate(dataset)

@@ -8,6 +8,7 @@ skipped by name.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -20,34 +21,12 @@ import pytest
 from nestpipe.methods import known_methods
 
 FIXTURE = Path(__file__).with_name("losses.json")
-SIZES = [
-    "--steps",
-    "20",
-    "--rounds",
-    "1",
-    "--batch-size",
-    "16",
-    "--embedding-dim",
-    "16",
-    "--width",
-    "16",
-    "--heads",
-    "2",
-    "--dense-layers",
-    "1",
-    "--sequence-length",
-    "10",
-    "--negatives",
-    "8",
-    "--data-scale",
-    "0.0001",
-    "--micro-batches",
-    "4",
-    "--sparse-lr",
-    "0.5",
-    "--dense-lr",
-    "0.01",
-]
+SIZES = shlex.split(
+    "--steps 20 --rounds 1 --batch-size 16 --embedding-dim 16 "
+    "--width 16 --heads 2 --dense-layers 1 --sequence-length 10 "
+    "--negatives 8 --data-scale 0.0001 --micro-batches 4 --sparse-lr 0.5 "
+    "--dense-lr 0.01 "
+)
 #: Ranks -> methods: replica groups of more than one rank need four.
 METHODS = {
     2: (

@@ -137,7 +137,7 @@ def test_depth_is_how_far_the_furthest_stage_runs_ahead() -> None:
     ("text", "message"),
     [
         ("X+1", "unknown stage 'X'"),
-        ("R+one", "is no operation: expected a stage letter"),
+        ("R+one", "is not an operation: expected a stage letter"),
         ("E+1", "stage E (embedding All2All) needs a micro-batch, as in E.1"),
         ("R.2", "stage R (embedding retrieval) has no micro-batch"),
         ("", "unknown stage ''"),

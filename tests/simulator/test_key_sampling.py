@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from nestpipe.config import DataConfig, ModelConfig
+from nestpipe.data.batch import Batch
 from nestpipe.measurement.exposed_time import EXPOSED
 from nestpipe.methods import find_method
 from nestpipe.simulator.calibrate.key_sampling import measure_keys
@@ -30,6 +31,10 @@ DATA = DataConfig(batch_size=24, negatives=8, data_scale=0.001)
 MODEL = ModelConfig(sequence_length=20)
 
 
+def flat(batch: Batch) -> np.ndarray:
+    return np.concatenate([feature.values().numpy() for feature in batch.sparse.values()])
+
+
 def test_router_counts_what_counting_by_hand_gives():
     from nestpipe.datasets.loader import load_dataset
 
@@ -39,7 +44,6 @@ def test_router_counts_what_counting_by_hand_gives():
     keys, distinct, travelling = [], [], []
     for _ in range(2):
         batch = next(source)
-        flat = lambda part: np.concatenate([j.values().numpy() for j in part.sparse.values()])  # noqa: E731
         keys.append(len(flat(batch)))
         distinct.append(len(np.unique(flat(batch))))
         travelling.append(sum(len(np.unique(flat(part))) for part in batch.split(4)))
@@ -72,13 +76,13 @@ def test_calibration_recovers_rates_and_fixed_times():
     """Samples made by the cost model itself, from known hardware: the same hardware comes back."""
     truth = load_profile("h100-ib").hardware
     fixed = {"E": 0.002, "G": 0.001, "F": 0.003, "B": 0.004, "R": 0.0005, "K": 0.01, "P": 0.0001}
-    rates = {rate: getattr(truth, rate) for rate in (*RATES, "flops_per_s")}
+    rates = {rate: getattr(truth, rate) for rate in RATES.values() if rate}
     samples = []
     for batch, dim, length, negatives, width in SIZES:
         workload = Workload(KeyStatistics(float(length + negatives)), dim, 2, width, length, batch, negatives)
         for n in (1, 4):
             for stage, amount in stage_amounts(workload, 2, n).items():
-                rate = next((r for r, stages in RATES.items() if stage in stages), "flops_per_s")
+                rate = RATES[stage]
                 samples.append(StageSample(stage, amount, amount / rates[rate] + fixed.get(stage, 1e-4)))
     found = hardware_from_samples(samples, "test", True)
     assert found.network_bytes_per_s == pytest.approx(truth.network_bytes_per_s, rel=1e-3)

@@ -181,7 +181,7 @@ def test_preempted_by_a_higher_partition(slurm, folder, tmp_path):
     wait_until(folder, "2 done")
     for job, step in stopped.items():
         assert step >= 10
-        assert f"going on after step {step}" in (folder / "logs" / f"{job}_0_log.out").read_text()
+        assert f"resuming after step {step}" in (folder / "logs" / f"{job}_0_log.out").read_text()
     wait_for(lambda: not any(p.checkpoints.exists() for p in points), 30, "the checkpoints to go")
     assert same_losses(records(folder), undisturbed(grid, folder))
 
@@ -247,7 +247,7 @@ def test_a_node_dies_with_its_job(slurm, folder, tmp_path, node):
 
 @pytest.mark.slow
 def test_a_task_that_raises_costs_its_own_point_only(slurm, folder, tmp_path):
-    path = f"export PYTHONPATH={ROOT / 'tests' / 'slurm_faults'}:$PYTHONPATH"
+    path = f"export PYTHONPATH={ROOT / 'tests' / 'slurm' / 'faults'}:$PYTHONPATH"
     fault = f'setup = ["{path}", "[[ $SLURM_ARRAY_TASK_ID == 1 ]] && export NESTPIPE_FAULT_RANK=3 || true"]'
     grid = write_grid(tmp_path / "grid.toml", steps=20, methods=("serial", "nestpipe"), more=fault)
     submit(grid, folder)
@@ -329,12 +329,12 @@ def test_the_same_grid_again_reordered_extended_and_while_pending(slurm, folder,
 
 @pytest.mark.slow
 def test_a_duplicate_of_a_job_does_no_harm(slurm, folder, tmp_path):
-    from slurm.executors import submit_to_slurm
+    from slurm.executors import EXECUTORS
 
     grid = write_grid(tmp_path / "grid.toml", steps=60, pace=100)
     submit(grid, folder)
     loaded = load_grid(Path(grid))
-    submit_to_slurm(SweepFolder(folder), "again", loaded.points, loaded.cluster)
+    EXECUTORS["slurm"](SweepFolder(folder)).submit(loaded.points, "again", loaded.cluster, lambda: None)
     wait_for(lambda: not subprocess.run(["squeue", "-h"], capture_output=True).stdout, 300, "both jobs to end")
     assert states(folder) == "1 points: 1 done"
     assert len(list(SweepFolder(folder).points()[0].path.glob("result/*"))) == 1

@@ -14,8 +14,9 @@ import pytest
 
 from nestpipe.measurement.record import Store
 from slurm.collect import collect
+from slurm.flag_agreement import FlagAgreement
 from slurm.folder import SweepFolder
-from slurm.signals import NOTHING, SAVE_AND_STOP, Agreement, Flag
+from slurm.preemption import NOTHING, SAVE_AND_STOP, Flag
 from slurm.status import counts, point_states
 from tests.support.paths import ROOT
 from tests.support.sweep_commands import GRID, nestpipe
@@ -71,14 +72,14 @@ def test_a_local_job_that_reaches_its_time_limit_goes_on(tmp_path, monkeypatch, 
     (limited,), (free,) = (Store(Path(f) / "store").read()[0] for f in ("limited", "free"))
     assert limited.losses == free.losses and len(free.losses) == 184
     assert len(limited.steps) < len(free.steps)  # no times of steps before the last start
-    assert "going on after step" in "".join(p.read_text() for p in Path("limited/logs").glob("*_0_log.out"))
+    assert "resuming after step" in "".join(p.read_text() for p in Path("limited/logs").glob("*_0_log.out"))
 
 
 def flags_of_a_signalled_rank(signalled: int, at: int) -> list[int]:
     import torch.distributed as dist
 
     before = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGTERM)
-    flag, agreement, seen = Flag(), Agreement(), []
+    flag, agreement, seen = Flag(), FlagAgreement(), []
     for step in range(6):
         if dist.get_rank() == signalled and step == at:
             os.kill(os.getpid(), signal.SIGUSR2)
@@ -94,6 +95,3 @@ def flags_of_a_signalled_rank(signalled: int, at: int) -> list[int]:
 def test_all_ranks_hear_of_a_signal_to_one_in_the_same_step(pool2, signalled):
     answers = pool2.run(flags_of_a_signalled_rank, signalled, 2)
     assert answers == [[NOTHING] * 3 + [SAVE_AND_STOP] + [NOTHING] * 2] * 2
-
-
-# What the page says

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.tables import TableConfig
 from nestpipe.engine.engine import Engine
+from nestpipe.engine.lanes import OneAtATime
+from nestpipe.engine.thread_lanes import ThreadLanes
 from nestpipe.schedule.operations import Ref, Schedule
 from nestpipe.schedule.order import with_derived_edges
 from nestpipe.schedule.templates import nestpipe
@@ -165,7 +168,8 @@ def run_engine(
     """Train all epochs of ``setting`` by ``schedule``. ``looks``: read a table after every third step."""
     torch.set_num_threads(1)
     delay = None if jitter_seed is None else jitter(jitter_seed)
-    engine = Engine(schedule, SPEC, setting.sparse_optimizer, setting.dense_optimizer, 3, overlap, delay)
+    lanes = partial(ThreadLanes, delay=delay) if overlap else OneAtATime
+    engine = Engine(schedule, SPEC, setting.sparse_optimizer, setting.dense_optimizer, 3, lanes)
     try:
         outcome = Outcome()
         for epoch in range(setting.epochs):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from heapq import heappop, heappush
 
 import torch
 
-from nestpipe.checker.rules import Problem
+from nestpipe.checker.problem import Problem
 from nestpipe.engine.engine import Engine
+from nestpipe.engine.lanes import Execute, OneAtATime
 from nestpipe.schedule.operations import Op, Ref, Schedule
 from nestpipe.schedule.order import predecessors, with_derived_edges
-from tests.support.engine_runs import SPEC, Outcome, Setting
+from tests.support.engine_runs import SPEC, Outcome, Setting, train
 
 Priority = Callable[[int, Op], object]
 
@@ -188,18 +189,29 @@ def adversaries(ops: Sequence[Op], problems: Sequence[Problem], seed: int, draws
 # ---- runs ---------------------------------------------------------------------------------------
 
 
+class InOrder(OneAtATime):
+    """Lanes that run unrolled operations in an order of the test's own, all of them at the first step."""
+
+    def __init__(self, schedule: Schedule, execute: Execute, order: Sequence[Op]):
+        super().__init__(schedule, execute)
+        self._order = list(order)
+
+    def run_step(self, step: int) -> None:
+        for o in self._order:
+            self._execute(o.ref)
+        self._order.clear()
+
+
 def run_in_order(schedule: Schedule, setting: Setting, order: Sequence[Op]) -> Outcome:
     """Execute unrolled operations one by one on this thread; raises what the engine raises."""
-    engine = Engine(schedule, SPEC, setting.sparse_optimizer, setting.dense_optimizer, 3, overlap=False)
-    batches = setting.batches(0)
-    engine.begin()
-    engine.source = iter(batches)
-    for o in order:
-        engine.execute(o.ref)
-    results = [engine.results[step] for step in sorted(engine.results)]
-    outcome = Outcome([r.loss for r in results], [r.samples for r in results])
-    outcome.tensors = {"weight": engine.shard.weight, "row state": engine.shard.state, **engine.dense_state()}
-    for index, values in engine.dense_optimizer.state_dict()["state"].items():
+    lanes = partial(InOrder, order=order)
+    engine = Engine(schedule, SPEC, setting.sparse_optimizer, setting.dense_optimizer, 3, lanes)
+    try:
+        outcome = train(engine, iter(setting.batches(0)), None)
+        state = engine.state_dict()
+    finally:
+        engine.close()
+    outcome.tensors = {"weight": state["weight"], "row state": state["state"], **state["dense"]}
+    for index, values in state["dense_optimizer"]["state"].items():
         outcome.tensors |= {f"dense state {index} {k}": torch.as_tensor(v) for k, v in values.items()}
-    engine.close()
     return outcome

@@ -17,6 +17,8 @@ from nestpipe import cli
 from nestpipe.config import MAX_SIZES
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.engine.engine import Engine
+from nestpipe.engine.lanes import MakeLanes, OneAtATime
+from nestpipe.engine.thread_lanes import ThreadLanes
 from nestpipe.ranks.process import RankError
 from nestpipe.schedule.templates import nestpipe, serial
 from tests.support.engine_runs import SPEC, Outcome, Setting, differences, make_batches, train
@@ -87,11 +89,11 @@ COMMANDS = {
     "run --dataset movielens --data-path {there}/minus": r"minus:1: user id -1 is negative",
     "run --dataset movielens --data-path {there}/huge": r"huge:2: item id 9999999999999999999 is too large",
     "run --dataset movielens --data-path {there}/gap": r"gap:2: empty line",
-    "run --json {there}/file/out.json": r"cannot write into {there}/file: it is no folder; choose another place",
+    "run --json {there}/file/out.json": r"cannot write into {there}/file: it is not a folder; choose another place",
     "run --json {there}": r"cannot write {there}: it is a folder; name a file in it",
     "run --json /proc/none/out.json": r"cannot write into /proc/none: .*; choose another place",
-    "run --store {there}/file": r"cannot write into {there}/file: it is no folder",
-    "run --trace {there}/file": r"cannot write into {there}/file: it is no folder",
+    "run --store {there}/file": r"cannot write into {there}/file: it is not a folder",
+    "run --trace {there}/file": r"cannot write into {there}/file: it is not a folder",
     "schedule nope": r"unknown method 'nope', one of .*; and there is no file of that name",
     "schedule {there}/none": r"/none: cannot be read as a schedule: .*No such file",
     "schedule {there}": r"cannot be read as a schedule: .*Is a directory",
@@ -104,7 +106,7 @@ COMMANDS = {
     "schedule {there}/window": r"/window:1: 'micro_batches=1025': expected a whole number from 1 to 1024",
     "schedule {there}/idle": r"idle: no operation is on the lane 'compute', so a step has no end; add one",
     "schedule {there}/cycle": r"the schedule has a cycle: R0 can never start",
-    "schedule /dev/zero": r"/dev/zero: is no schedule: more than 4194304 characters",
+    "schedule /dev/zero": r"/dev/zero: is not a schedule: more than 4194304 characters",
     "schedule": r"(?i)missing.*schedule",
     "frobnicate": r"invalid choice: 'frobnicate' \(choose from",
     "": r"usage: nestpipe COMMAND",
@@ -169,7 +171,7 @@ def test_bad_rows_are_skipped_and_counted(tmp_path):
 BAD_KEYS = {"beyond the table": 41, "negative": -1, "int64 max": 2**63 - 1, "int64 min": -(2**63)}
 
 
-def train_with_bad_key(key: int, schedule=None, overlap: bool = True) -> Outcome:
+def train_with_bad_key(key: int, schedule=None, lanes: MakeLanes = ThreadLanes) -> Outcome:
     setting = Setting()
     batches = make_batches(6)
     bad = batches[3].sparse["wanted"]
@@ -178,7 +180,7 @@ def train_with_bad_key(key: int, schedule=None, overlap: bool = True) -> Outcome
     sparse = {**batches[3].sparse, "wanted": Jagged(flat, bad.counts)}
     batches[3] = Batch(sparse, batches[3].sample_ids, batches[3].extra)
     engine = Engine(
-        schedule or nestpipe(4), SPEC, setting.sparse_optimizer, setting.dense_optimizer, seed=3, overlap=overlap
+        schedule or nestpipe(4), SPEC, setting.sparse_optimizer, setting.dense_optimizer, seed=3, lanes=lanes
     )
     try:
         return train(engine, iter(batches), None)
@@ -187,11 +189,11 @@ def train_with_bad_key(key: int, schedule=None, overlap: bool = True) -> Outcome
 
 
 @pytest.mark.parametrize("name", BAD_KEYS)
-@pytest.mark.parametrize("overlap", [True, False])
-def test_bad_keys_are_named_with_feature_and_table(name, overlap):
+@pytest.mark.parametrize("lanes", [ThreadLanes, OneAtATime])
+def test_bad_keys_are_named_with_feature_and_table(name, lanes):
     key = BAD_KEYS[name]
     with pytest.raises(ValueError, match=rf"^feature 'wanted' holds key {key}, but table 'item' has rows 0\.\.40$"):
-        train_with_bad_key(key, overlap=overlap)
+        train_with_bad_key(key, lanes=lanes)
 
 
 def bad_key_on_rank_1(key: int, micro_batches: int) -> None:

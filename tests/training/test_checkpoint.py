@@ -17,6 +17,7 @@ from nestpipe.training.checkpoint import FORMAT, CheckpointError, Checkpoints, n
 from nestpipe.training.loop import step_at_same_sample
 from tests.support.engine_runs import Outcome, differences
 from tests.support.method_runs import Run, batches, largest_difference, weights
+from tests.support.torchrec_model import TABLES
 
 STEPS, SAVED_AT = 9, 4
 
@@ -54,7 +55,7 @@ def resumed(folder: str, run: Run, forget_early_rows: bool = False, warm: bool =
         results = checkpoints(folder, run).load(trainer, partial(same_samples, dist.get_world_size()))
         assert results is not None and trainer.trained == SAVED_AT == len(results)
         if forget_early_rows:
-            trainer.early_rows = {}
+            trainer.load_state_dict({**trainer.state_dict(), "in_flight": {}})
         iterator = iter(batches(STEPS)[SAVED_AT:])
         results += [trainer.progress(iterator) for _ in range(STEPS - SAVED_AT)]
         return Outcome([r.loss for r in results], [r.samples for r in results], weights(trainer))
@@ -113,14 +114,7 @@ def state_of(folder: str, run: Run):
     trainer = run.trainer()
     try:
         checkpoints(folder, run).load(trainer, partial(same_samples, dist.get_world_size()))
-        layout, exchange = trainer.layout, trainer.exchanges["keys"]
-        states = exchange.all_gather(trainer.shard.state)
-        rows = [
-            states[rank, layout.base[t] : layout.base[t] + stop - start]
-            for t in range(len(layout.tables))
-            for rank in range(layout.world_size)
-            for start, stop in [layout.owned(t, rank)]
-        ]
+        rows = [trainer.row_state(table.name) for table in TABLES]
         return weights(trainer), trainer.trained, torch.cat(rows)
     finally:
         trainer.close()

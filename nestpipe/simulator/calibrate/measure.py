@@ -19,6 +19,7 @@ from scipy.optimize import nnls
 from nestpipe.config import DataConfig, ModelConfig, RunConfig
 from nestpipe.measurement.exposed_time import EXPOSED
 from nestpipe.methods import NESTPIPE
+from nestpipe.schedule.stages import of_stage
 from nestpipe.simulator.calibrate.key_sampling import measure_keys
 from nestpipe.simulator.cost import Cluster, stage_seconds
 from nestpipe.simulator.hardware import Hardware, hardware_to_toml
@@ -29,16 +30,22 @@ from nestpipe.training.runs import run
 
 #: (samples per rank, embedding dim, sequence length, negatives, dense width) of the runs that teach.
 SIZES = ((16, 32, 20, 16, 16), (32, 64, 30, 16, 32), (48, 64, 40, 32, 48), (64, 96, 30, 48, 32))
-#: Rates by the stages that share them.
-RATES: Mapping[str, str] = {
-    "input_samples_per_s": "P",
-    "pcie_bytes_per_s": "H",
-    "routing_keys_per_s": "K",
-    "host_bytes_per_s": "R",
-    "network_bytes_per_s": "EG",
-    "allreduce_bytes_per_s": "A",
-    "hbm_bytes_per_s": "UO",
-    "write_bytes_per_s": "W",
+#: By stage the rate that its times teach; None for those that serial training, which is measured, does not have.
+RATES: Mapping[str, str | None] = {
+    "P": "input_samples_per_s",
+    "H": "pcie_bytes_per_s",
+    "K": "routing_keys_per_s",
+    "R": "host_bytes_per_s",
+    "E": "network_bytes_per_s",
+    "G": "network_bytes_per_s",
+    "A": "allreduce_bytes_per_s",
+    "U": "hbm_bytes_per_s",
+    "O": "hbm_bytes_per_s",
+    "W": "write_bytes_per_s",
+    "F": "flops_per_s",
+    "B": "flops_per_s",
+    "S": None,
+    "D": None,
 }
 
 
@@ -155,7 +162,11 @@ def stage_samples(run: _Run, workers: int, expand: float) -> list[StageSample]:
     outside = run.workload.key_count * run.workload.embedding_bytes / run.micro_batches / expand
     amounts = stage_amounts(run.workload, workers, run.micro_batches)
     return [
-        StageSample(stage, amounts[stage], max(seconds - (outside if stage in "FB" else 0.0), seconds / 10))
+        StageSample(
+            stage,
+            of_stage(amounts, stage, "a rate to calibrate", "RATES in nestpipe/simulator/calibrate/measure.py"),
+            max(seconds - (outside if stage in "FB" else 0.0), seconds / 10),
+        )
         for stage, seconds in run.medians.items()
     ]
 
@@ -175,7 +186,7 @@ def stage_medians(run: MethodRun) -> dict[str, float]:
 def stage_amounts(workload: Workload, workers: int, micro_batches: int) -> dict[str, float]:
     """What one operation of each stage moves or computes: the cost model itself, with one rate of 1, the rest free."""
     amounts = {}
-    for rate, stages in {**RATES, "flops_per_s": "FB"}.items():
+    for rate, stages in _stages_by_rate().items():
         nothing = Hardware("unit", "measured", **{"flops_per_s": math.inf, rate: 1.0})  # type: ignore[arg-type]
         plain = replace(workload, pace_dense_s=0.0)
         seconds = stage_seconds(Cluster(nothing, workers), plain, micro_batches)
@@ -189,7 +200,7 @@ def hardware_from_samples(
     """Rates and fixed times that explain ``samples`` best."""
     overhead: dict[str, float] = {}
     rates: dict[str, float] = {}
-    for rate, stages in {**RATES, "flops_per_s": "FB"}.items():
+    for rate, stages in _stages_by_rate().items():
         slopes, fixed = _line([s for s in samples if s.stage in stages])
         overhead.update(fixed)
         rates[rate] = 1 / slopes if slopes > 0 else math.inf
@@ -203,6 +214,14 @@ def hardware_from_samples(
         stage_overhead={stage: value for stage, value in overhead.items() if value > 0},
         notes=(f"measured: {name}", f"forward takes {dense['F'] / sum(dense.values()):.0%} of the dense time"),
     )
+
+
+def _stages_by_rate() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for stage, rate in RATES.items():
+        if rate:
+            found.setdefault(rate, []).append(stage)
+    return found
 
 
 def _line(samples: Sequence[StageSample]) -> tuple[float, dict[str, float]]:

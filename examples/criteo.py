@@ -3,6 +3,8 @@
 Table sizes are those of the Criteo Display Advertising Challenge (26 categorical columns), capped; keys
 follow a power law, as there. The click is drawn from a hidden linear score of the dense features and the keys,
 so that there is something to learn. Sample i is a function of (seed, i).
+
+For the DLRM examples: ``nestpipe run`` trains on user histories (``nestpipe.datasets.loader``), which this has not.
 """
 
 from __future__ import annotations
@@ -32,9 +34,6 @@ def criteo_tables(dim: int) -> tuple[TableConfig, ...]:
         TableConfig(f"table_{feature}", rows, dim, (feature,), scale=rows**-0.5)
         for feature, rows in zip(FEATURES, CARDINALITIES, strict=True)
     )
-
-
-CRITEO_TABLES = criteo_tables(16)
 
 
 def criteo_batches(

@@ -1,0 +1,80 @@
+"""What runs the operations of a schedule: a lane runs its own one at a time, in schedule order, after their waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from nestpipe.measurement.trace import Span
+from nestpipe.schedule.operations import Ref, Schedule
+
+Execute = Callable[[Ref], None]
+
+
+class LaneStopped(RuntimeError):
+    """Raised in what waits on lanes after an operation has failed; ``__cause__`` is the first error."""
+
+
+class Lanes(Protocol):
+    """All lanes of a schedule on one rank, driven by one thread, step after step."""
+
+    def start(self, first_step: int) -> None:
+        """Begin again at ``first_step``; the lanes must be idle."""
+        ...
+
+    def run_step(self, step: int) -> None:
+        """Hand ``step`` to every lane; when it returns, the compute lane has done its part."""
+        ...
+
+    def wait(self, ref: Ref) -> None:
+        """Wait until ``ref`` (absolute batch) has run; its step must have been handed over."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until every lane has run all that was handed to it."""
+        ...
+
+    def take_spans(self) -> list[Span]:
+        """Spans of the operations that have finished since the last call."""
+        ...
+
+    def close(self) -> None:
+        """End the lanes, also after an error."""
+        ...
+
+
+#: Makes the lanes of a schedule, given what runs one operation, named with its absolute batch.
+MakeLanes = Callable[[Schedule, Execute], Lanes]
+
+
+class OneAtATime:
+    """The schedule's list run one operation at a time, in schedule order, on the caller's thread."""
+
+    def __init__(self, schedule: Schedule, execute: Execute):
+        self._ops = [(op.ref, op.lane) for op in schedule.ops]
+        self._execute = execute
+        self._spans: list[Span] = []
+
+    def start(self, first_step: int) -> None:
+        pass
+
+    def run_step(self, step: int) -> None:
+        for ref, lane in self._ops:
+            named = ref._replace(batch=ref.batch + step)
+            begin = time.perf_counter_ns()
+            self._execute(named)
+            self._spans.append(Span(*named, lane, begin, time.perf_counter_ns()))
+
+    def wait(self, ref: Ref) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+    def take_spans(self) -> list[Span]:
+        spans, self._spans = self._spans, []
+        return spans
+
+    def close(self) -> None:
+        pass
