@@ -13,7 +13,7 @@ import tyro
 from rich import box
 from rich.table import Table
 
-from nestpipe.commands.simulate import wide_console
+from nestpipe.commands.terminal import wide_console
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.provenance import provenance
 from nestpipe.simulator.calibrate.measure import CalibrateConfig, calibrate, profile_toml

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nestpipe.commands.simulate import wide_console
+from nestpipe.commands.terminal import wide_console
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.provenance import provenance
 from nestpipe.simulator.fit.assumptions import Assumption, assumptions
