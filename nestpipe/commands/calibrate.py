@@ -30,7 +30,7 @@ class CalibrateCommand:
     out: Path | None = None
     """Write the profile to this .toml file instead of the user's configuration folder."""
     validate: bool = False
-    """Then predict four other configurations, run them, and show predicted beside measured steps."""
+    """Then predict four other configurations, run them, and show predicted and measured steps."""
     json: Path | None = None
     """Write profile, samples and checks to this file."""
 

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _hints(template: Schedule) -> list[str]:
-    """What lies behind many problems at once."""
+    """What is behind many problems at once."""
     there = {op.ref.stage for op in template.ops}
     hints = [
         f"there is no {letter} ({stage.title}), which every step needs"

@@ -236,7 +236,7 @@ def _left_out(setting: Setting, workers: int) -> tuple[str, ...]:
 
 
 def _key_notes(workload: Workload) -> tuple[str, ...]:
-    """Where key repetition comes from, and how far its extrapolation was off where that could be seen."""
+    """Where key repetition comes from, and how far its extrapolation was off if that could be seen."""
     keys = workload.keys
     off = f"; extrapolated to more workers, {keys.error:.1%} off at the largest count held out" if keys.error else ""
     return (f"keys: {keys.source}{off}",)

@@ -1,7 +1,7 @@
 """Convergence of methods over the same data and seeds: curves of loss and ranking quality (the paper's Fig. 6, RQ2).
 
 Each method can be paired with ``METHOD~ulp``: the same method with one dense weight moved by one unit in the last place
-before the first step. How far that run drifts from its twin is what rounding alone does to training; a method that
+before the first step. How far that run drifts from its twin is what only rounding does to training; a method that
 computes the same updates in another order should drift no further, one that reads stale rows does.
 """
 
