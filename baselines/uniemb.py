@@ -10,9 +10,9 @@ def uniemb() -> Schedule:
     """A reconstruction of UniEmb as this engine runs it, from what is published about it.
 
     The facts: tables are sharded and looked up fused (our engine retrieves all tables of a rank in one gather);
-    lookups are prefetched asynchronously and are stale by one step (notes on the paper), hence R(t+1) beside
+    lookups are prefetched asynchronously and are stale by one step (notes on the paper), hence R(t+1) during
     batch t and no S; All2Alls are exposed whole (Table II: 1169 ms of TorchRec's 1208), hence one micro-batch
-    and none of them beside dense compute. What is ours: U(t) is applied to the table itself, since an update
+    and none of them during dense compute. What is ours: U(t) is applied to the table itself, since an update
     written over rows that were fetched before the last one would be lost, and the published loss of quality
     (HR@10 -2.1e-3) speaks for late reads, not for lost updates. So R(t+1) misses U(t), and nothing else.
     """
@@ -24,7 +24,7 @@ def uniemb() -> Schedule:
 def uniemb_with_hand_over() -> Schedule:
     """The same for the simulator, which prices what Table II shows: a lookup of 36 ms stays exposed.
 
-    That is the hand-over of the prefetched rows, and stands here as ``S`` once the gradients have been exchanged
+    That is the hand-over of the prefetched rows, and is here ``S``, once the gradients have been exchanged
     but *before* the update. So a row that two neighbouring batches share is read without the earlier one's update.
     """
     ops = [op("P+4"), op("H+3"), op("K+2"), op("W-1"), op("R+1", after="S"), op("F.1"), op("B.1"), op("G.1"), op("A")]

@@ -81,7 +81,7 @@ class DataConfig:
     negatives: int = 64
     """Sampled negatives per sample."""
     windows: Literal["last", "all"] = "all"
-    """Samples of a history longer than the model reads: the latest items alone, or consecutive pieces of it."""
+    """Samples of a history longer than the model reads: only the latest items, or consecutive pieces of it."""
 
     def __post_init__(self) -> None:
         _require(0 < self.data_scale < math.inf, f"data_scale is {self.data_scale}; it must be a number above 0")
@@ -105,7 +105,7 @@ class ModelConfig:
     heads: int = 2
     """Attention heads per block."""
     width: int = 64
-    """Elements of the dense network's hidden state (a linear layer joins it to embedding_dim where they differ)."""
+    """Elements of the dense network's hidden state (a linear layer joins it to embedding_dim if they differ)."""
     sequence_length: int = 50
     """Longest history, in items; older items are cut."""
 
@@ -172,7 +172,7 @@ class RunConfig:
     clustering: bool = False
     """Put samples that share keys into one micro-batch (key-centric clustering), so that fewer keys travel."""
     replica_groups: int = 2
-    """Groups of ranks that hold a whole copy of the tables each, for the methods with 2d-sp in their name."""
+    """Groups of ranks that hold a whole copy of the tables each, for methods that replicate tables (2d-sp)."""
     sync_interval: int = 1
     """Batches from one averaging of 2d-sp's replicas to the next."""
     testbed: str = "loopback"
@@ -190,7 +190,7 @@ class RunConfig:
     checkpoint_every: int = 0
     """Steps of a method from one checkpoint to the next, 0: none unless told to (Slurm does before preemption)."""
     resume: bool = False
-    """Go on from the newest checkpoints in --checkpoint; methods without one begin anew."""
+    """Resume from the newest checkpoints in --checkpoint; methods without one start at the beginning."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -38,7 +38,7 @@ class MethodOptions:
     """What a run chooses for methods that replicate tables; also the sparse update rule, since marks depend on it."""
 
     replica_groups: int = 2
-    """Groups of ranks that hold a whole copy of the tables each, for 2D-SP alone and with NestPipe."""
+    """Groups of ranks that hold a whole copy of the tables each, for methods that replicate tables (2d-sp)."""
     sync_interval: int = 1
     """Batches from one averaging of 2D-SP's replicas to the next."""
     sparse_optimizer: str = "rowwise_adagrad"
@@ -195,9 +195,9 @@ SERIAL = replace(
 )
 NESTPIPE = scheduled_method("nestpipe", "dual-buffer and frozen-window pipelining", nestpipe, "NestPipe")
 DBP_ONLY = scheduled_method(
-    "dbp-only", "dual-buffer pipelining alone: lookups hidden", lambda _: dbp_only(), "DBP-only", 1
+    "dbp-only", "only dual-buffer pipelining: lookups hidden", lambda _: dbp_only(), "DBP-only", 1
 )
-FWP_ONLY = scheduled_method("fwp-only", "frozen-window pipelining alone: exchanges hidden", fwp_only, "FWP-only")
+FWP_ONLY = scheduled_method("fwp-only", "only frozen-window pipelining: exchanges hidden", fwp_only, "FWP-only")
 BUILT_IN = {method.name: method for method in (SERIAL, NESTPIPE, DBP_ONLY, FWP_ONLY)}
 
 

@@ -23,7 +23,7 @@ class ModelSpec:
     ``build(embeddings)`` returns the module around an injected embedding module. The module maps a
     batch to float32 losses [samples], one per sample; the trainer divides their sum by the samples
     of the global batch. ``summed``: the module gives their sum, a scalar, instead. Its dense weights must
-    depend on the seed alone.
+    depend on the seed only.
     """
 
     tables: tuple[TableConfig, ...]

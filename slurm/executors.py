@@ -13,7 +13,7 @@ import submitit
 from nestpipe.ranks.sigterm import sigterm_unwinds
 from slurm import processes
 from slurm.folder import PointFolder, SweepError, SweepFolder
-from slurm.grid import Cluster, by_shape
+from slurm.grid import JobCluster, by_shape
 from slurm.job import PointJob
 from slurm.point import Point
 from slurm.sbatch import queue_states, require_slurm, scancel, submit_array
@@ -33,7 +33,7 @@ class JobState:
 class Executor(Protocol):
     """What every executor of a sweep's folder can do. ``submit`` writes down each point's job in the point's folder."""
 
-    def submit(self, points: Sequence[Point], name: str, cluster: Cluster, watch: Watch) -> list[str]:
+    def submit(self, points: Sequence[Point], name: str, cluster: JobCluster, watch: Watch) -> list[str]:
         """Start jobs called ``name`` for ``points``. The ids of the jobs that are left to themselves: none if the
         points have run by now. Raises SweepError in one line."""
         ...
@@ -53,7 +53,7 @@ class Slurm:
 
     sweep: SweepFolder
 
-    def submit(self, points: Sequence[Point], name: str, cluster: Cluster, watch: Watch) -> list[str]:
+    def submit(self, points: Sequence[Point], name: str, cluster: JobCluster, watch: Watch) -> list[str]:
         require_slurm()
         if len({point.hash for point in points}) < len(points):
             raise SweepError("the same point was submitted twice")
@@ -83,7 +83,7 @@ class Local:
 
     sweep: SweepFolder
 
-    def submit(self, points: Sequence[Point], name: str, cluster: Cluster, watch: Watch) -> list[str]:
+    def submit(self, points: Sequence[Point], name: str, cluster: JobCluster, watch: Watch) -> list[str]:
         """On Ctrl-C or SIGTERM the running points are ended."""
         waiting, running = list(points), dict[str, Any]()
         self.sweep.stop_file.unlink(missing_ok=True)
@@ -102,7 +102,7 @@ class Local:
                 self.cancel(list(running))
         return []
 
-    def _start(self, point: Point, cluster: Cluster) -> Any:
+    def _start(self, point: Point, cluster: JobCluster) -> Any:
         """submitit's job, which owns the process that controls it."""
         executor = submitit.LocalExecutor(folder=self.sweep.logs, max_num_timeout=cluster.max_timeouts)
         gpus = {"gpus_per_node": min(cluster.gpus_per_node, point.workers)} if cluster.gpus_per_node else {}
@@ -131,7 +131,7 @@ class Debug:
 
     sweep: SweepFolder
 
-    def submit(self, points: Sequence[Point], name: str, cluster: Cluster, watch: Watch) -> list[str]:
+    def submit(self, points: Sequence[Point], name: str, cluster: JobCluster, watch: Watch) -> list[str]:
         for point in points:
             folder = self.sweep.point(point.hash)
             job = submitit.DebugExecutor(folder=self.sweep.logs).submit(point_job(folder, cluster))
@@ -155,7 +155,7 @@ class Debug:
 EXECUTORS: Mapping[str, Callable[[SweepFolder], Executor]] = {"local": Local, "slurm": Slurm, "debug": Debug}
 
 
-def point_job(folder: PointFolder, cluster: Cluster) -> PointJob:
+def point_job(folder: PointFolder, cluster: JobCluster) -> PointJob:
     return PointJob(
         str(folder.path.absolute()), cluster.time * 60.0, float(cluster.signal_delay_s), cluster.checkpoint_every
     )

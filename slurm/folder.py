@@ -23,7 +23,7 @@ from typing import Any
 from nestpipe.machine.files import write_atomically
 from nestpipe.machine.locking import sole_writer
 from nestpipe.measurement.record import Record, Store
-from slurm.grid import Cluster, Grid
+from slurm.grid import Grid, JobCluster
 from slurm.point import Point, point_from_json
 
 #: Note in progress.json of a job that was sent SIGTERM: by scancel, say.
@@ -124,13 +124,13 @@ class SweepFolder:
             {"grid": grid.name, "file": str(grid.path), "executor": executor, "cluster": asdict(grid.cluster)},
         )
 
-    def settings(self) -> tuple[str, str, Cluster]:
+    def settings(self) -> tuple[str, str, JobCluster]:
         """Grid's name, executor and cluster of the latest submission."""
         data = read_json(self.path / "sweep.json")
         if not data:
             raise SweepError(f"{self.path} holds no sweep; submit one: nestpipe sweep submit GRID --folder {self.path}")
         cluster = {**data["cluster"], "setup": tuple(data["cluster"].get("setup", ()))}
-        return data["grid"], data["executor"], Cluster(**cluster)
+        return data["grid"], data["executor"], JobCluster(**cluster)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

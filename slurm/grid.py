@@ -19,7 +19,7 @@ GRIDS = Path(__file__).parent / "grids"
 
 
 @dataclass(frozen=True)
-class Cluster:
+class JobCluster:
     """Where points run and how jobs are asked for. Names and text go to sbatch as they are."""
 
     tasks_per_node: int = 8
@@ -57,7 +57,7 @@ class Grid:
 
     name: str
     path: Path
-    cluster: Cluster
+    cluster: JobCluster
     points: tuple[Point, ...]
 
 
@@ -89,9 +89,9 @@ def load_grid(path: Path, changes: Mapping[str, Any] | None = None) -> Grid:
     return Grid(path.stem, path, cluster, tuple(points.values()))
 
 
-def _cluster(source: Source, changes: Mapping[str, Any]) -> Cluster:
+def _cluster(source: Source, changes: Mapping[str, Any]) -> JobCluster:
     table = source.tables.get("cluster", {})
-    kinds = {f.name: f.default for f in fields(Cluster)}
+    kinds = {f.name: f.default for f in fields(JobCluster)}
     source.check_keys("cluster", 0, table, kinds)
     for key, value in table.items():
         default = kinds[key]
@@ -105,7 +105,7 @@ def _cluster(source: Source, changes: Mapping[str, Any]) -> Cluster:
         if not good:
             raise source.error(f"{key} = {value!r} in [cluster] must be {what}", "cluster", 0, key)
     said = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
-    cluster = replace(Cluster(), **{**said, **{k: v for k, v in changes.items() if v is not None}})
+    cluster = replace(JobCluster(), **{**said, **{k: v for k, v in changes.items() if v is not None}})
     for key in ("tasks_per_node", "time", "parallelism"):
         if getattr(cluster, key) < 1:
             raise source.error(f"{key} is {getattr(cluster, key)}; it must be at least 1", "cluster", 0, key)
@@ -127,7 +127,7 @@ def _base(source: Source) -> dict[str, Any]:
 
 
 def _points(
-    source: Source, index: int, sweep: Mapping[str, Any], base: Mapping[str, Any], cluster: Cluster
+    source: Source, index: int, sweep: Mapping[str, Any], base: Mapping[str, Any], cluster: JobCluster
 ) -> Iterator[Point]:
     settings = [key for key in DEFAULTS if key not in AXES]
     source.check_keys("sweep", index, sweep, [*AXES, "where", "name", *settings])
@@ -153,7 +153,9 @@ def _points(
             yield _point(source, index, sweep, setting, cluster)
 
 
-def _point(source: Source, index: int, sweep: Mapping[str, Any], values: Mapping[str, Any], cluster: Cluster) -> Point:
+def _point(
+    source: Source, index: int, sweep: Mapping[str, Any], values: Mapping[str, Any], cluster: JobCluster
+) -> Point:
     def impossible(key: str, text: str) -> GridError:
         place = ("sweep", index, key) if key in sweep else ("base", 0, key)
         if place not in source.lines:
@@ -196,13 +198,13 @@ def _point(source: Source, index: int, sweep: Mapping[str, Any], values: Mapping
     return point
 
 
-def shape(point: Point, cluster: Cluster) -> tuple[int, int]:
+def shape(point: Point, cluster: JobCluster) -> tuple[int, int]:
     """Nodes and tasks per node of a point's job."""
     tasks = min(point.workers, cluster.tasks_per_node)
     return -(-point.workers // tasks), tasks
 
 
-def by_shape(points: Sequence[Point], cluster: Cluster) -> dict[tuple[int, int], list[Point]]:
+def by_shape(points: Sequence[Point], cluster: JobCluster) -> dict[tuple[int, int], list[Point]]:
     """Points of one job shape together: an array has one shape."""
     shapes: dict[tuple[int, int], list[Point]] = {}
     for point in points:

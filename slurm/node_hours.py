@@ -10,7 +10,7 @@ from nestpipe.methods import SERIAL, Method, find_method
 from nestpipe.simulator.cost import ClusterError, cluster_of, stage_seconds
 from nestpipe.simulator.profile import load_profile, resized
 from nestpipe.simulator.step_times import seconds_per_op, steady_plan, steady_step_ms
-from slurm.grid import Cluster, shape
+from slurm.grid import JobCluster, shape
 from slurm.point import Point
 
 
@@ -28,7 +28,7 @@ def stand_in(name: str) -> Method:
     return SERIAL if method.why_not_priced else method
 
 
-def predict(points: Iterable[Point], cluster: Cluster) -> dict[str, Prediction]:
+def predict(points: Iterable[Point], cluster: JobCluster) -> dict[str, Prediction]:
     """By point's hash. Raises ProfileError or WorkloadError if the hardware profile cannot be used."""
     profile = load_profile(cluster.hardware)
     costs: dict[tuple[Method, int], list[tuple[Point, Mapping[str, float]]]] = {}
@@ -58,7 +58,7 @@ def predict(points: Iterable[Point], cluster: Cluster) -> dict[str, Prediction]:
     return predictions
 
 
-def _prediction(point: Point, cluster: Cluster, step_ms: float) -> Prediction:
+def _prediction(point: Point, cluster: JobCluster, step_ms: float) -> Prediction:
     if point.simulated:
         return Prediction(step_ms, 0.0)
     step_ms = max(step_ms, point["pace_dense"])

@@ -42,7 +42,7 @@ def expected(name: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class Point:
-    """``settings``: fields of the run that differ from their defaults, so that a new field leaves old hashes alone.
+    """``settings``: fields of the run that differ from their defaults, so that a new field does not change old hashes.
 
     ``simulated``: too large for the cluster; ``hardware``: the profile that it is simulated on, "" otherwise.
     """

@@ -18,7 +18,7 @@ import submitit
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
 from slurm.folder import SweepError
-from slurm.grid import Cluster
+from slurm.grid import JobCluster
 from slurm.job import PointJob
 
 #: Seconds after which squeue is given up: a busy controller may take a while.
@@ -40,7 +40,7 @@ ENDED = {
 }
 
 
-def sbatch_parameters(cluster: Cluster, nodes: int, tasks: int, name: str) -> dict[str, Any]:
+def sbatch_parameters(cluster: JobCluster, nodes: int, tasks: int, name: str) -> dict[str, Any]:
     """For ``SlurmExecutor.update_parameters``: one job shape."""
     chosen: dict[str, Any] = {
         "job_name": name,
@@ -63,7 +63,7 @@ def sbatch_parameters(cluster: Cluster, nodes: int, tasks: int, name: str) -> di
     return chosen
 
 
-def sbatch_text(cluster: Cluster, nodes: int, tasks: int, name: str, count: int, logs: Path) -> str:
+def sbatch_text(cluster: JobCluster, nodes: int, tasks: int, name: str, count: int, logs: Path) -> str:
     """What ``submit_array`` would give to sbatch for ``count`` points of one shape."""
     command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(logs))}"
     parameters = sbatch_parameters(cluster, nodes, tasks, name)
@@ -77,7 +77,7 @@ def require_slurm() -> None:
 
 
 def submit_array(
-    jobs: Sequence[PointJob], cluster: Cluster, nodes: int, tasks: int, name: str, logs: Path
+    jobs: Sequence[PointJob], cluster: JobCluster, nodes: int, tasks: int, name: str, logs: Path
 ) -> list[str]:
     """Submit ``jobs``, all of one shape, as one array. Their ids in order. Raises SweepError in one line."""
     executor = SlurmExecutor(folder=logs, max_num_timeout=cluster.max_timeouts)

@@ -12,7 +12,7 @@ from nestpipe.methods import methods_of
 from nestpipe.simulator.scenario import SimulateConfig, simulate
 from slurm.executors import EXECUTORS, Watch
 from slurm.folder import SweepError, SweepFolder
-from slurm.grid import Cluster, Grid
+from slurm.grid import Grid, JobCluster
 from slurm.point import Point
 from slurm.status import ALIVE, RESUMABLE, PointState, point_states
 
@@ -77,7 +77,7 @@ def _start(
     sweep: SweepFolder,
     name: str,
     points: Sequence[Point],
-    cluster: Cluster,
+    cluster: JobCluster,
     executor: str,
     before: int,
     watch: Watch | None,

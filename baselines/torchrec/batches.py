@@ -134,7 +134,7 @@ class AlignedBatches(Iterator[KeyedBatch]):
         return result
 
     def _agree(self, batch: Batch | None) -> tuple[Batch | None, int]:
-        """The batch to train on, an empty one where this rank has none and others do, and all ranks' samples."""
+        """The batch to train on, an empty one if this rank has none and others do, and all ranks' samples."""
         lacks_pattern = batch is None and self._empty is None
         sums = torch.tensor([batch is not None, len(batch) if batch is not None else 0, lacks_pattern]).long()
         if self._world > 1:

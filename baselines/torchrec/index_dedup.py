@@ -1,6 +1,6 @@
 """Ours, not fbgemm's: a CPU kernel for ``fbgemm::jagged_unique_indices``, which TorchRec's index deduplication calls.
 
-fbgemm 1.8 has this operator for CUDA alone, so ``use_index_dedup=True`` raises on a CPU. The kernel here gives
+fbgemm 1.8 has this operator for CUDA only, so ``use_index_dedup=True`` raises on a CPU. The kernel here gives
 what the CUDA one is documented and read to give: per table, the distinct keys of all its features in ascending
 order. How many of them count as whose sample's is arbitrary, since ``reverse_indices`` undoes it after the
 lookup: they are spread evenly over the lengths of the table's features.
@@ -29,7 +29,7 @@ def jagged_unique_indices(
     per_feature = offsets[::samples].diff() if samples else torch.zeros(features, dtype=torch.int64)
     base = torch.repeat_interleave(hash_size_cumsum[:-1], per_feature)
     distinct, reverse = torch.unique(indices + base, return_inverse=True)
-    # A table's keys are one range of the linear numbers; beyond the last lies nothing.
+    # A table's keys are one range of the linear numbers; beyond the last is nothing.
     lengths = torch.zeros(features * samples, dtype=torch.int64)
     unique = torch.empty_like(distinct)
     starts = hash_size_offsets.tolist()

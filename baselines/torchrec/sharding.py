@@ -130,7 +130,7 @@ class Shard:
 
 
 def shards(collection: ShardedEmbeddingCollection) -> Iterator[Shard]:
-    """This rank's shards; a table that lies on other ranks alone has none."""
+    """This rank's shards; a table that is only on other ranks has none."""
     for lookup in collection._lookups:
         for kernel in lookup._emb_modules:
             tables = kernel._config.embedding_tables

@@ -47,7 +47,7 @@ class Traffic:
         """Minimum bytes of embeddings and gradients that this rank sends to others, and the duplication factor.
 
         Minimum: each distinct key of a rank's batch travels once, as float32 rows.
-        Factor: keys of the rank's batch / distinct ones, 1.0 where there are none.
+        Factor: keys of the rank's batch / distinct ones, 1.0 if there are none.
         """
         bytes_, keys, distinct = 0, 0, 0
         asked = self._asked_by_others()

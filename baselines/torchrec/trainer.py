@@ -5,7 +5,7 @@ What its step t does, in this order, all on the host thread (the letters of ``ne
 1. K(t+1) starts: bucket the keys, launch the All2All of sizes.
 2. P(t+2), H(t+2).
 3. Wait for the keys of t (launched in step t-1), R(t), launch E(t); the first use of an embedding waits for it. F(t).
-4. K(t+1) goes on: wait for the sizes, launch the All2Alls of lengths and keys.
+4. K(t+1) continues: wait for the sizes, launch the All2Alls of lengths and keys.
 5. B(t); DDP launches A(t) once the last dense gradient is there; G(t) is launched and waited for; U(t), inside
    backward; wait for A(t).
 6. O(t).
@@ -92,7 +92,7 @@ class TorchRecTrainer:
     """A Trainer (see ``nestpipe.trainer``) that is TorchRec.
 
     ``group``: the ranks, on gloo; None for all. ``distribute``: how tables are sharded and what travels.
-    ``sync_interval``: batches from one synchronisation of replicas to the next, where there are any.
+    ``sync_interval``: batches from one synchronisation of replicas to the next, if there are any.
     ``observe``: hooks for spans and traffic; without them there are no spans and the byte counts of ``StepResult``
     are 0. Collective. Raises ValueError for a sparse optimizer
     that fbgemm lacks on a CPU, or tables of unequal dims (a torchrec EmbeddingCollection has one).
@@ -124,8 +124,8 @@ class TorchRecTrainer:
         assert everyone is not None, "join a process group first"
         self._group: dist.ProcessGroup = everyone
         self._world = dist.get_world_size(self._group)
-        # Agreement at the end of the data is no part of TorchRec's step: a group of its own, where all ranks are
-        # here to make one. (A group made by some ranks alone takes a name that depends on the ranks only, so a
+        # Agreement at the end of the data is no part of TorchRec's step: a group of its own, while all ranks are
+        # here to make one. (A group made by only some ranks takes a name that depends on the ranks only, so a
         # second trainer would find the first one's dead addresses in the store.)
         self._control = dist.new_group(backend="gloo") if group is None else self._group
         self._features = [feature for table in spec.tables for feature in table.features]

@@ -1,1 +1,1 @@
-"""2D-SP: two-dimensional sparse parallelism, alone and with NestPipe."""
+"""2D-SP: two-dimensional sparse parallelism, by itself and with NestPipe."""

@@ -32,7 +32,7 @@ def two_d_sp(micro_batches: int, options: MethodOptions) -> Schedule:
 
 
 def unpipelined_two_d_sp(micro_batches: int = 1) -> Schedule:
-    """Nothing runs beside anything, D before the update: what the paper's step times of 2D-SP are taken to be."""
+    """Nothing overlaps, D before the update: what the paper's step times of 2D-SP are taken to be."""
     ops = [replace(o, after=()) for o in serial(micro_batches).ops]
     return schedule("2d-sp", micro_batches, one_at_a_time(_with_replicas(ops)), derive=False)
 

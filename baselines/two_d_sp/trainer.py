@@ -14,7 +14,7 @@ to training quality) and that the row-wise accumulator ("momentum") is scaled. T
 
     s += mean over the dim of g^2;  w -= lr g / (sqrt(s / c) + eps),  c = number of groups by default.
 
-The reason for this c: a row that one group alone sees in a batch has, under plain synchronous training, gradient
+The reason for this c: a row that only one group sees in a batch has, under plain synchronous training, gradient
 g and accumulates g^2. In M groups the group's own gradient is M g, so that its s gains M^2 g^2, of which averaging
 replicas leaves M g^2; the group's step is M g / (M |g|), of which averaging leaves 1/M. After many such batches
 the step is 1/sqrt(M) of the plain one, and dividing s by M makes them equal. A run agrees: 40 steps of the tests' small
@@ -81,7 +81,7 @@ def two_d_sp_trainer(
     """A Trainer on all ranks in ``groups`` groups, replicas averaged every ``interval`` batches. Collective.
 
     ``scale``: the c of momentum-scaled AdaGrad, None for the number of groups. ``table`` gives the replica of the
-    rank's own group. Raises ValueError where the ranks cannot be split so.
+    rank's own group. Raises ValueError if the ranks cannot be split so.
     """
     check_groups(dist.get_world_size(), groups)
     return TorchRecTrainer(

@@ -12,7 +12,7 @@ import tyro
 from rich import box
 from rich.table import Table
 
-from nestpipe.commands.simulate import wide_console
+from nestpipe.commands.terminal import short_ms, wide_console
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.provenance import provenance
 from nestpipe.simulator.advise import Advice, Choice, advise
@@ -78,12 +78,10 @@ def _table(advice: Advice, command: AdviseCommand) -> Table:
     for c in advice.choices:
         parts = [c.parts_ms[name] for name in ("dense", "exposed_lookup", "exposed_communication")]
         row = [c.step_ms, *parts, abs(c.step_ms - sum(parts))]
-        table.add_row(c.method + ("" if c.synchronous else " *"), str(c.micro_batches), *_numbers(row), _two_limits(c))
+        table.add_row(
+            c.method + ("" if c.synchronous else " *"), str(c.micro_batches), *map(short_ms, row), _two_limits(c)
+        )
     return table
-
-
-def _numbers(row: Sequence[float]) -> list[str]:
-    return [f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}" for ms in row]
 
 
 def _two_limits(choice: Choice) -> str:

@@ -13,7 +13,7 @@ import tyro
 from rich import box
 from rich.table import Table
 
-from nestpipe.commands.simulate import wide_console
+from nestpipe.commands.terminal import wide_console
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.provenance import provenance
 from nestpipe.simulator.calibrate.measure import CalibrateConfig, calibrate, profile_toml
@@ -30,7 +30,7 @@ class CalibrateCommand:
     out: Path | None = None
     """Write the profile to this .toml file instead of the user's configuration folder."""
     validate: bool = False
-    """Then predict four other configurations, run them, and show predicted beside measured steps."""
+    """Then predict four other configurations, run them, and show predicted and measured steps."""
     json: Path | None = None
     """Write profile, samples and checks to this file."""
 

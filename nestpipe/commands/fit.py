@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nestpipe.commands.simulate import wide_console
+from nestpipe.commands.terminal import wide_console
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.provenance import provenance
 from nestpipe.simulator.fit.assumptions import Assumption, assumptions
@@ -21,6 +21,9 @@ from nestpipe.simulator.fit.least_squares import Errors
 from nestpipe.simulator.fit.report import Report, full_fit
 from nestpipe.simulator.profile import load_profile
 from nestpipe.simulator.scenario import paper_methods
+
+#: Of the methods, those that the tables of step times have, by the paper's names.
+_SHOWN = ("TorchRec", "2D-SP", "UniEmb", "NestPipe", "NestPipe+2D-SP")
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,6 @@ def main(arguments: Sequence[str]) -> int:
         }
         write_atomically(command.json, json.dumps(data, indent=1, default=str) + "\n")
     return 0
-
-
-_SHOWN = ("TorchRec", "2D-SP", "UniEmb", "NestPipe", "NestPipe+2D-SP")
 
 
 def _new_table(title: str, caption: str, *heads: str) -> Table:

@@ -12,7 +12,7 @@ from nestpipe.methods import find_method, known_methods
 
 @dataclass(frozen=True)
 class Methods:
-    """List the training methods that are installed, and the paper's method each stands for."""
+    """List the training methods that are installed, and which method of the paper each one is."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -15,11 +15,11 @@ import numpy as np
 import tyro
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from nestpipe.config import WARM_UP_STEPS, RunConfig
-from nestpipe.machine.files import require_writable, require_writable_folder, write_atomically
+from nestpipe.machine.files import require_writable, require_writable_folder, slug, write_atomically
+from nestpipe.machine.progress import progress_side_by_side
 from nestpipe.measurement.record import Record, Store
 from nestpipe.measurement.trace import perfetto_json
 from nestpipe.methods import methods_of
@@ -74,9 +74,8 @@ def _write(command: RunCommand, runs: Sequence[MethodRun]) -> None:
         writes += [partial(Store(command.store).write, r.record) for r in runs]
     if command.trace:
         for r in runs:
-            name = "".join(c if c.isalnum() else "-" for c in r.record.method).strip("-")
-            file, text_of = command.trace / f"{name}.perfetto.json", perfetto_json(r.timelines, r.record.method)
-            writes.append(partial(write_atomically, file, text_of))
+            file = command.trace / f"{slug(r.record.method)}.perfetto.json"
+            writes.append(partial(write_atomically, file, perfetto_json(r.timelines, r.record.method)))
     for write in writes:
         try:
             write()
@@ -87,12 +86,10 @@ def _write(command: RunCommand, runs: Sequence[MethodRun]) -> None:
 
 
 def _run_with_progress(config: RunConfig, console: Console) -> list[MethodRun]:
-    columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console, transient=True) as bars:
-        tasks = {name: bars.add_task(name, total=None, loss="starting ranks") for name in config.method_names}
+    with progress_side_by_side(console, config.method_names, "starting ranks") as bars:
 
         def show(name: str, done: int, total: int, loss: float) -> None:
-            bars.update(tasks[name], completed=done, total=total, loss=f"rank 0 loss {loss:.3f}")
+            bars(name, done, total, f"rank 0 loss {loss:.3f}")
 
         try:
             return run(config, show)

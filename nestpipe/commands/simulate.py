@@ -10,9 +10,9 @@ from typing import Annotated
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from nestpipe.commands.terminal import short_count, short_ms, wide_console
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.record import Record, Store
 from nestpipe.simulator.scenario import SimulateConfig, scaling, simulate
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     records = simulate(command.scenario)
     out = wide_console()
     out.print(table(records))
-    if {r.method for r in records} & {"torchrec"} and not {r.method for r in records} & {"serial"}:
+    names = {record.method for record in records}
+    if "torchrec" in names and "serial" not in names:
         print(
             "- torchrec is TrainPipelineSparseDist, which hides key routing; the paper's TorchRec hides nothing: serial"
         )
@@ -47,12 +48,6 @@ def main(arguments: Sequence[str]) -> int:
         for record in records:
             Store(command.store).write(record)
     return 0
-
-
-def wide_console() -> Console:
-    """A console of at least 88 columns: the tables are made for that."""
-    out = Console()
-    return out if out.width >= 88 else Console(width=88)
 
 
 def table(records: Sequence[Record]) -> Table:
@@ -79,25 +74,13 @@ def table(records: Sequence[Record]) -> Table:
         result.add_row(
             str(record.workers),
             record.method + (f"({n})" if n > 1 else ""),
-            _short(step),
+            short_ms(step),
             f"{record.speedup_over(base):.2f}",
-            _thousands(record.typical("qps")),
+            short_count(record.typical("qps")),
             f"{scaling(records, record):.0%}",
-            *map(_short, shown),
-            _short(abs(step - sum(shown))),
+            *map(short_ms, shown),
+            short_ms(abs(step - sum(shown))),
             f"{record.typical('utilisation'):.0%}",
             end_section=i + 1 < len(records) and records[i + 1].workers != record.workers,
         )
     return result
-
-
-def _thousands(x: float) -> str:
-    """Three digits, in thousands or millions where that is shorter."""
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if x >= size:
-            return f"{x / size:.{2 if x < 10 * size else 1 if x < 100 * size else 0}f}{unit}"
-    return f"{x:.0f}"
-
-
-def _short(ms: float) -> str:
-    return f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}"

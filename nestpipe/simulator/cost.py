@@ -51,7 +51,7 @@ def cluster_of(method: Method, hardware: Hardware, workers: int, groups: int) ->
 
 
 def stage_seconds(cluster: Cluster, workload: Workload, micro_batches: int) -> dict[str, float]:
-    """Seconds of one operation of each stage (of one micro-batch where the stage has micro-batches), without jitter.
+    """Seconds of one operation of each stage (of one micro-batch if the stage has micro-batches), without jitter.
 
     Collectives: from when all members have entered. Raises ClusterError for more micro-batches than samples.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -31,7 +31,3 @@ def unclustered(workload: Workload) -> Workload:
 
 def statistics_from_json(data: Mapping[str, Any]) -> KeyStatistics:
     return KeyStatistics(**{**data, "duplication": {int(n): float(f) for n, f in data["duplication"].items()}})
-
-
-def statistics_to_json(keys: KeyStatistics) -> dict[str, Any]:
-    return asdict(keys)

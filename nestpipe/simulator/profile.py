@@ -55,7 +55,7 @@ def load_profile(name: str) -> Profile:
 
 
 def workload_from_table(name: str, table: Mapping[str, Any]) -> Workload:
-    """``[workload]``: fields of ``Workload``; ``keys`` names measured statistics, or ``keys_per_sample`` alone."""
+    """``[workload]``: fields of ``Workload``; ``keys`` names measured statistics, or only ``keys_per_sample``."""
     values = dict(table)
     try:
         if "keys" in values:

@@ -35,7 +35,7 @@ class Reference:
     groups: int = 4
     """2D-SP's replica groups."""
     tier_workers: int = 384
-    """The jump of the lookup lies beyond this many workers."""
+    """The lookup jumps beyond this many workers."""
     routing_share: float = 0.5
     """Part of the lookup that is key routing."""
     forward_share: float = 1 / 3

@@ -95,7 +95,7 @@ def resolve(config: Scenario, workers: str = "") -> Setting:
     if config.clustering == "off":
         workload = unclustered(workload)
     groups = profile.groups if config.groups is None else config.groups
-    setting = Setting(
+    return Setting(
         profile,
         workload,
         methods,
@@ -104,11 +104,6 @@ def resolve(config: Scenario, workers: str = "") -> Setting:
         groups,
         leaves_out=config.methods.strip() == "all" and config.groups is None,
     )
-    for method in methods:
-        for count in setting.workers:
-            if setting.fits(method, count):
-                setting.cluster(method, count)
-    return setting
 
 
 def priced_methods(names: str) -> list[Method]:
@@ -163,20 +158,22 @@ def simulate(config: SimulateConfig) -> list[Record]:
     if config.steps < 1:
         raise ClusterError(f"steps is {config.steps}, must be at least 1")
     setting = resolve(config, config.workers)
+    # All before any is timed: what cannot be simulated is then said at once.
+    clusters = {
+        (workers, method): setting.cluster(method, workers)
+        for workers in setting.workers
+        for method in setting.methods
+        if setting.fits(method, workers)
+    }
     origin = provenance()
     records = []
-    for workers in setting.workers:
-        serial: StepTimes | None = None
-        for method in setting.methods:
-            if not setting.fits(method, workers):
-                continue
-            cluster = setting.cluster(method, workers)
-            stages = method_seconds(method, cluster, setting.workload, setting.micro_batches)
-            times = simulate_steps(
-                method, cluster, stages, setting.micro_batches, config.steps, config.noise, config.seed
-            )
-            serial = times if method.name == "serial" else serial
-            records.append(_record(setting, config, method, cluster, stages, times, serial, origin))
+    serial: dict[int, StepTimes] = {}
+    for (workers, method), cluster in clusters.items():
+        stages = method_seconds(method, cluster, setting.workload, setting.micro_batches)
+        times = simulate_steps(method, cluster, stages, setting.micro_batches, config.steps, config.noise, config.seed)
+        if method.name == "serial":
+            serial[workers] = times
+        records.append(_record(setting, config, method, cluster, stages, times, serial.get(workers), origin))
     return records
 
 
@@ -239,7 +236,7 @@ def _left_out(setting: Setting, workers: int) -> tuple[str, ...]:
 
 
 def _key_notes(workload: Workload) -> tuple[str, ...]:
-    """Where key repetition comes from, and how far its extrapolation was off where that could be seen."""
+    """Where key repetition comes from, and how far its extrapolation was off if that could be seen."""
     keys = workload.keys
     off = f"; extrapolated to more workers, {keys.error:.1%} off at the largest count held out" if keys.error else ""
     return (f"keys: {keys.source}{off}",)

@@ -54,7 +54,7 @@ class Noise:
 class NoisyDurations:
     """``Durations`` made a row at a time: mean seconds per operation, times the factors of its workers.
 
-    A row depends on (seed, operation's number) alone, so it is the same whenever it is asked for.
+    A row depends only on (seed, operation's number), so it is the same whenever it is asked for.
     """
 
     plan: LanePlan

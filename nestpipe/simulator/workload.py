@@ -39,7 +39,7 @@ class KeyStatistics:
     source: str = "assumed: no key repeats"
 
     def duplication_at(self, micro_batches: int) -> float:
-        """Log-linear between the measured N, flat beyond them; 1 where none were measured or N = 1."""
+        """Log-linear between the measured N, flat beyond them; 1 if none were measured or N = 1."""
         if micro_batches == 1 or not self.duplication:
             return 1.0
         known = sorted({1: 1.0, **self.duplication}.items())

@@ -1,7 +1,7 @@
 """Convergence of methods over the same data and seeds: curves of loss and ranking quality (the paper's Fig. 6, RQ2).
 
 Each method can be paired with ``METHOD~ulp``: the same method with one dense weight moved by one unit in the last place
-before the first step. How far that run drifts from its twin is what rounding alone does to training; a method that
+before the first step. How far that run drifts from its twin is what only rounding does to training; a method that
 computes the same updates in another order should drift no further, one that reads stale rows does.
 """
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from nestpipe.config import ConfigError, DataConfig, ModelConfig, OptimizerConfig, RunConfig, names_in
 from nestpipe.datasets.loader import load_dataset
-from nestpipe.machine.files import write_atomically
+from nestpipe.machine.files import slug, write_atomically
 from nestpipe.measurement.provenance import provenance
 from nestpipe.methods import methods_of
 from nestpipe.ranks.pool import RankPool
@@ -185,8 +185,7 @@ def nudge(trainer: Trainer) -> None:
 
 
 def write_curve(folder: Path, curve: Curve) -> Path:
-    name = "".join(c if c.isalnum() else "-" for c in curve.method).strip("-")
-    path = folder / f"{name}-seed{curve.seed}-{curve.setting}.json"
+    path = folder / f"{slug(curve.method)}-seed{curve.seed}-{curve.setting}.json"
     write_atomically(path, json.dumps({"schema": _SCHEMA, **dataclasses.asdict(curve)}, default=list) + "\n")
     return path
 

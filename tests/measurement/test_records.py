@@ -41,6 +41,19 @@ def test_round_trip_through_json():
     assert again == RECORD and again.key == RECORD.key
 
 
+def test_typical_is_the_mean_of_simulated_steps_and_the_median_of_others():
+    simulated = dataclasses.replace(RECORD, kind="simulated")
+    assert RECORD.typical("step_ms") == 3.0
+    assert simulated.typical("step_ms") == pytest.approx(14 / 3)
+
+
+def test_speed_up_and_scaling_are_ratios_of_typical_values():
+    slow = dataclasses.replace(RECORD, metrics={"step_ms": [6.0, 2.0, 9.0], "qps": [50.0] * 3})
+    assert RECORD.speedup_over(slow) == 2.0 and slow.speedup_over(RECORD) == 0.5
+    large = dataclasses.replace(RECORD, workers=8, metrics={"step_ms": [3.0] * 3, "qps": [600.0] * 3})
+    assert large.scaling_from(RECORD) == pytest.approx(600 / 8 / (200 / 2))
+
+
 def test_json_is_flat_with_values_and_medians():
     data = RECORD.to_json()
     assert data["schema"] == SCHEMA and data["key"] == RECORD.key

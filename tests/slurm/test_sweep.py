@@ -22,7 +22,7 @@ from slurm.collect import collect
 from slurm.executors import EXECUTORS
 from slurm.failures import write_failure
 from slurm.folder import TOLD_TO_STOP, SweepFolder, write_json
-from slurm.grid import Cluster, load_grid
+from slurm.grid import JobCluster, load_grid
 from slurm.sbatch import sbatch_text
 from slurm.status import counts, point_states
 from tests.support.fake_slurm import FakeSlurm, install
@@ -320,7 +320,7 @@ def test_collect_of_2000_records(tmp_path, monkeypatch):
 def test_cluster_settings_survive_the_folder(tmp_path):
     grid = dataclasses.replace(
         load_grid((tmp_path / "grid.toml").write_text(GRID) and tmp_path / "grid.toml"),
-        cluster=Cluster(setup=("module load a", "b"), mem_gb=3),
+        cluster=JobCluster(setup=("module load a", "b"), mem_gb=3),
     )
     sweep = SweepFolder(tmp_path / "sweep")
     sweep.write_settings(grid, "slurm")

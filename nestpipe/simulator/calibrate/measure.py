@@ -1,10 +1,10 @@
 """``nestpipe calibrate``: this machine's profile, measured on real ranks.
 
-Real ranks run ``serial`` and ``serial(4)``, where nothing overlaps, on models of several sizes. Of every
+Real ranks run ``serial`` and ``serial(4)``, in which nothing overlaps, on models of several sizes. Of every
 stage, time is a fixed part and a part in proportion to what it moves or computes; both come from
 least squares on relative errors, neither negative. One more run is paced: what its dense operations take beyond
 the pace is the laying out of rows, which no pace covers; what NestPipe's step there takes beyond its prediction
-is what overlap costs where lanes share cores.
+is what overlap costs if lanes share cores.
 """
 
 from __future__ import annotations

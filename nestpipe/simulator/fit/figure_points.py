@@ -1,4 +1,4 @@
-"""The simulator beside what notes on the paper say of its figures, and the micro-batch sweep of Fig. 9.
+"""The simulator next to what notes on the paper say of its figures, and the micro-batch sweep of Fig. 9.
 
 Synthetic data and its measured key repetition were frozen before the comparison. What the model
 does not explain is said in words.

@@ -81,7 +81,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class PartOfStep:
-    """A published part of a step (Tables II and IV) beside the fitted one, ms."""
+    """A published part of a step (Tables II and IV) and the fitted one, ms."""
 
     method: str
     part: str
