@@ -17,14 +17,16 @@ FLOORS = (
     ("nestpipe", "nestpipe.machine", "nestpipe.schedule"),
     ("nestpipe.data", "nestpipe.measurement", "nestpipe.testbed", "nestpipe.cli", "nestpipe.schedule_text"),
     ("nestpipe.config", "nestpipe.checker", "nestpipe.clustering", "nestpipe.ranks", "nestpipe.trainer"),
-    ("nestpipe.datasets", "nestpipe.embedding", "nestpipe.models", "nestpipe.launch", "results"),
+    ("nestpipe.datasets", "nestpipe.embedding", "nestpipe.models", "nestpipe.launch", "results.published"),
     ("nestpipe.engine", "baselines.torchrec", "baselines.uniemb", "results.frames"),
     ("nestpipe.methods",),
     ("nestpipe.simulator", "nestpipe.training", "nestpipe.adoption", "baselines.two_d_sp"),
     ("nestpipe.simulator.fit", "nestpipe.simulator.calibrate", "nestpipe.drawing", "baselines.registry", "slurm"),
-    ("results.experiments",),
+    ("results.experiments", "results.sources"),
+    ("results.artefacts",),
     ("results.tables", "results.report"),
-    ("results.figures", "nestpipe.commands"),
+    ("results.figures",),
+    ("nestpipe.commands",),
     ("suites",),
 )
 MAX_LINES = 330
@@ -42,7 +44,7 @@ def test_no_module_imports_in_a_circle() -> None:
 
 def test_no_room_imports_upward() -> None:
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
-    rooms = {room(name, KNOWN) for name in KNOWN if name not in FACES} | {"nestpipe", "results"}
+    rooms = {room(name, KNOWN) for name in KNOWN if name not in FACES} | {"nestpipe"}
     assert rooms <= set(floor), "a new room: put it on a floor"
     upward = []
     for arrow in ARROWS:

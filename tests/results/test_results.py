@@ -5,22 +5,28 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import re
+import shlex
 from dataclasses import replace
 
 import pandas as pd
 import pytest
 
+from nestpipe.commands import run as run_command
+from nestpipe.commands import simulate as simulate_command
 from nestpipe.measurement.record import RecordError, Store
 from nestpipe.simulator.scenario import SimulateConfig, simulate
 from nestpipe.training.runs import RunConfig
-from results.artefacts import ARTEFACTS, Sources, UnknownArtefact, make
-from results.experiments.plan import Options, command, find_part, has_record, measured_parts, plan
-from results.frames.frames import label_of, medians, published_frame, ratios, read_parts, sources_from, step_frame
-from results.frames.side_by_side import NOTHING
+from results.artefacts import ARTEFACTS, UnknownArtefact, make
+from results.experiments.plan import Options, all_parts, command, find_part, has_record, measured_parts
+from results.frames.frames import medians, published_frame, ratios, step_frame
+from results.frames.labels import label_of, variant_of
 from results.published import load_published
 from results.report.render import to_csv, to_latex, to_markdown
 from results.report.write import write_artefacts
-from results.tables.reasons import paper_inconsistencies
+from results.sources import Sources, read_parts, sources_from
+from results.tables.paper_inconsistencies import paper_inconsistencies
+from results.tables.side_by_side import NOTHING
 from tests.support.made_records import measured, session
 from tests.support.paths import ROOT
 
@@ -160,10 +166,33 @@ def test_ratios_are_within_a_session_and_a_round():
         replace(r, seed=2, metrics={**r.metrics, "step_ms": [10 * x for x in r.metrics["step_ms"]]}) for r in session()
     ]
     steps = step_frame([*session(), *slow])
-    gains = ratios(steps, "TorchRec (serial)").set_index("label")
-    assert gains.loc["NestPipe", "value"] == pytest.approx(1.5) and gains.loc["NestPipe", "n"] == 4
+    gains = ratios(steps, "serial").set_index("method")
+    assert gains.loc["nestpipe", "value"] == pytest.approx(1.5) and gains.loc["nestpipe", "n"] == 4
     assert steps.groupby("key")["round"].max().eq(1).all()
-    assert medians(steps, ["step_ms"]).set_index("label").loc["NestPipe", "n"] == 12
+    assert medians(steps, ["step_ms"]).set_index("method").loc["nestpipe", "n"] == 12
+
+
+def test_scaling_is_within_a_family_of_settings(folder):
+    """A run of another size on one number of ranks only changes nothing for the others, and gets no efficiency."""
+
+    def scaling(label):
+        (table,) = [t for t in make("table3", sources_from(folder)).tables if t.name == "table3-measured"]
+        here = table.cells[(table.cells["metric"] == "scaling efficiency") & (table.cells["label"] == label)]
+        return dict(zip(here["conditions"], here["value"], strict=True))
+
+    (before,) = scaling("NestPipe").values()
+    for record in session(workers=4, embedding_dim=17):
+        Store(folder / "records" / "four-hosts").write(record)
+    ((conditions, after),) = scaling("NestPipe").items()
+    assert after == before and "embedding_dim 128" in conditions
+
+
+def test_methods_are_told_by_name_not_by_label(folder):
+    """A method of somebody's own that is called like the label of another is no part of that other's row."""
+    for record in (measured("NestPipe", [50.0] * 6), measured("TorchRec (serial)", [1.0] * 6)):
+        Store(folder / "records" / "two-hosts").write(record)
+    gains = ratios(sources_from(folder).steps("two-hosts"), "serial")
+    assert gains[gains["method"] == "nestpipe"]["value"].tolist() == pytest.approx([1.5, 1.5])
 
 
 def test_clustering_is_a_rung_of_its_own(folder):
@@ -173,7 +202,7 @@ def test_clustering_is_a_rung_of_its_own(folder):
         measured("nestpipe", [190.0] * 6, clustering=True, micro_batches=8),
     ):
         store.write(record)
-    assert label_of(record) == "NestPipe + clustering"
+    assert label_of(variant_of(record)) == "NestPipe + clustering"
     ladder = make("ladder", sources_from(folder)).tables[0].frame
     assert list(ladder["rung"]) == ["serial", "+DBP", "+FWP", "+clustering"]
     assert ladder["speed-up over serial"].iloc[-1].startswith("1.58")
@@ -184,6 +213,14 @@ def test_a_rung_that_does_not_improve_is_named(folder):
     store.write(measured("nestpipe", [400.0] * 6, exposed=150.0))
     found = make("ladder", sources_from(folder)).mismatches
     assert any("+FWP gives 0." in m.what and "PACED" in m.what for m in found)
+
+
+def test_frames_are_made_once_for_the_same_records(folder):
+    sources = sources_from(folder)
+    assert sources.steps("two-hosts") is sources.steps("two-hosts")
+    assert sources.simulated_means("simulated") is sources.simulated_means("simulated")
+    other = replace(sources, parts={})
+    assert other.of("two-hosts") == () and other.steps("two-hosts").empty
 
 
 def test_what_the_paper_contradicts_itself_in():
@@ -274,29 +311,48 @@ def test_a_record_of_the_plan_is_found_again():
     assert not has_record([replace(record, method="serial")], config, "nestpipe")
 
 
-def test_commands_of_the_plan_parse(monkeypatch):
-    import shlex
+class Stop(Exception):
+    pass
 
-    from nestpipe.commands import run as run_command
-    from nestpipe.commands import simulate as simulate_command
 
+@pytest.mark.parametrize("name", ["two-hosts", "four-hosts", "micro-batches", "sizes", "simulated", "simulated-sizes"])
+def test_the_printed_command_gives_the_configuration_of_the_plan(name, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(run_command, "methods_of", lambda config: seen.append(config))
-    monkeypatch.setattr(run_command, "_run_with_progress", lambda *_: [])
-    monkeypatch.setattr(run_command, "_table", lambda *_: "")
-    monkeypatch.setattr(run_command, "_remarks", lambda *_: [])
-    monkeypatch.setattr(run_command, "require_writable_folder", lambda *_: None)
-    monkeypatch.setattr(simulate_command, "simulate", lambda config: seen.append(config) or [])
-    wanted = [run for name in ("two-hosts", "sizes") for run in find_part(name, Options()).runs]
+
+    def stop(config, *_):
+        seen.append(config)
+        raise Stop
+
+    for module in (run_command, simulate_command):
+        monkeypatch.setattr(module, module.__name__.rpartition(".")[2], stop)
+    wanted = find_part(name, Options()).runs
     for config in wanted:
-        program, _, *words = shlex.split(command(config, "x"))
-        assert program == "nestpipe" and run_command.main(words) == 0
-    assert seen == wanted
+        program, verb, *words = shlex.split(command(config, str(tmp_path / "x")))
+        main = {"run": run_command, "simulate": simulate_command}[verb].main
+        with pytest.raises(Stop):
+            main(words)
+        assert program == "nestpipe"
+    assert seen == list(wanted)
 
 
-def test_every_part_feeds_a_table_or_figure_and_each_has_a_part():
-    fed = {name for part in plan(Options()) for name in part.feeds}
-    assert fed == set(ARTEFACTS) - {"records"}  # records of one's own have no part
+#: Records of one's own: no part of the plan makes them.
+OWN = "records"
+
+
+def test_every_table_and_figure_has_a_part_that_feeds_it_and_every_part_feeds_one():
+    fed = {name for part in all_parts(Options()) for name in part.feeds}
+    assert fed == set(ARTEFACTS) - {OWN}
+
+
+@pytest.mark.parametrize("name", [name for name in ARTEFACTS if name != OWN])
+def test_every_table_and_figure_has_a_section_in_the_guide(name):
+    """With the command that makes it and the parts that feed it."""
+    sections = (ROOT / "REPRODUCE.md").read_text(encoding="utf-8").split("\n### ")[1:]
+    (section,) = [text for text in sections if f"Command: `nestpipe reproduce --only {name}`" in text]
+    listed = re.search(r"; parts?: ((?:`[a-z0-9-]+`(?:, )?)+)", section)
+    assert listed, f"the section of {name} names no parts"
+    feeding = {part.name for part in all_parts(Options()) if name in part.feeds}
+    assert set(re.findall(r"`([a-z0-9-]+)`", listed[1])) == feeding
 
 
 def test_no_cell_is_empty_that_this_machine_can_fill(folder):
