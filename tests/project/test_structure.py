@@ -24,8 +24,8 @@ FLOORS = (
     ("nestpipe.simulator.fit", "nestpipe.simulator.calibrate", "nestpipe.drawing", "baselines.registry", "slurm"),
     ("results.experiments", "results.sources"),
     ("results.artefacts",),
-    ("results.tables", "results.report"),
-    ("results.figures",),
+    ("results.tables",),
+    ("results.figures", "results.report"),
     ("nestpipe.commands",),
     ("suites",),
 )
