@@ -173,7 +173,7 @@ def test_bad_hardware_says_what_in_one_line(table, message):
 def test_bad_names_list_the_known_ones():
     with pytest.raises(ProfileError, match="gpu-128-kuairand, h100-ib, npu-1536-industrial"):
         load_profile("tpu")
-    with pytest.raises(UnknownMethod, match=r"unknown method 'magic', one of .*nestpipe, .*serial, torchrec"):
+    with pytest.raises(UnknownMethod, match=r"unknown method 'magic'; choose one of .*nestpipe, .*serial, torchrec"):
         priced_methods("serial,magic")
     assert {"gpu-128-kuairand", "h100-ib", "npu-1536-industrial"} <= set(known_profiles())
 

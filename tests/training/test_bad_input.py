@@ -28,15 +28,15 @@ METHODS = r"one of .*nestpipe, .*serial, torchrec"
 
 #: command line -> what its message must say. `{there}`: a folder with the files below.
 COMMANDS = {
-    "run --methods nestpip": rf"unknown method 'nestpip', {METHODS}",
+    "run --methods nestpip": rf"unknown method 'nestpip'; choose {METHODS}",
     "run --methods serial,torchrec(4)": r"'torchrec\(4\)': torchrec cannot run 4 micro-batches",
     "run --methods ,": r"--methods names no method; try --methods serial",
     "run --methods serial,serial": r"--methods names a method twice: serial,serial",
     "run --methods serial,torchrec --embedding-dim 6": r"torchrec: fbgemm's tables have dims .* multiples of 4, not 6",
     "run --methods 2d-sp --sparse-optimizer adam": r"2d-sp: fbgemm on a CPU trains tables by sgd or rowwise_adagrad",
     "converge --seeds 0": r"--seeds, --steps and --evaluations must be at least 1",
-    "converge --seeds 999999999": r"--seeds 999999999 is too many, must be at most 1000",
-    "converge --steps 1": r"--evaluations 5 is more than --steps 1, must be at most that",
+    "converge --seeds 999999999": r"--seeds 999999999 is too many; it must be at most 1000",
+    "converge --steps 1": r"--evaluations 5 is more than --steps 1; it must be at most that",
     "converge --steps 99999999999999": r"--steps must be at most",
     "run --workers 0": r"--workers must be at least 1, not 0",
     "run --workers -3": r"--workers must be at least 1, not -3",
@@ -94,7 +94,7 @@ COMMANDS = {
     "run --json /proc/none/out.json": r"cannot write into /proc/none: .*; choose another place",
     "run --store {there}/file": r"cannot write into {there}/file: it is not a folder",
     "run --trace {there}/file": r"cannot write into {there}/file: it is not a folder",
-    "schedule nope": r"unknown method 'nope', one of .*; and there is no file of that name",
+    "schedule nope": r"unknown method 'nope'; choose one of .*; and there is no file of that name",
     "schedule {there}/none": r"/none: cannot be read as a schedule: .*No such file",
     "schedule {there}": r"cannot be read as a schedule: .*Is a directory",
     "schedule {there}/binary": r"/binary: cannot be read as a schedule: ",
