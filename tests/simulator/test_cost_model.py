@@ -154,7 +154,7 @@ def test_duplication_is_interpolated_and_flat_beyond():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"origin": "measured", "flops_per_s": 0.0}, "flops_per_s is 0.0, must be above 0"),
+        ({"origin": "measured", "flops_per_s": 0.0}, "flops_per_s is 0.0; it must be above 0"),
         ({"origin": "measured", "flops_per_s": 1e9, "network_bytes_per_s": 0}, "network_bytes_per_s is 0"),
         ({"origin": "measured", "flops_per_s": 1e9, "host_row_s": -1.0}, "host_row_s is -1.0"),
         ({"origin": "measured", "flops_per_s": 1e9, "speed": 1}, "unknown key 'speed'"),

@@ -68,7 +68,7 @@ def test_shipped_statistics_are_sane_and_unknown_ones_list_them():
     factors = [keys.duplication_at(n) for n in (1, 2, 4, 8, 16, 32)]
     assert factors[0] == 1.0 and factors == sorted(factors) and factors[-1] < 1.5
     assert 0 < keys.error < 0.2
-    with pytest.raises(WorkloadError, match="unknown key statistics 'x': one of kuairand27k"):
+    with pytest.raises(WorkloadError, match="unknown key statistics 'x': choose one of kuairand27k"):
         load_statistics("x")
 
 
