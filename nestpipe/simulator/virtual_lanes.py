@@ -72,7 +72,7 @@ def run_lanes(
 ) -> Timeline:
     """``virtual_timeline`` of a plan. Replica synchronisation joins the workers at the same place in every group.
 
-    ``independent``: no collective joins any workers. Each column is then a cluster of its own with one representative
+    ``independent``: no collective joins any workers. Each column is then its own cluster with one representative
     worker, so many configurations run in one pass.
     """
     workers = duration.shape[1]

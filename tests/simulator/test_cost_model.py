@@ -1,4 +1,4 @@
-"""The cost model: what must hold whatever the numbers, and what bad input says."""
+"""The cost model: what must hold for any numbers, and the messages for bad input."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_serial_is_the_sum_of_its_parts(workers, profile):
     st.sampled_from([128, 512, 1536]),
 )
 def test_nestpipe_exposes_one_nth_while_compute_covers_the_rest(micro_batches, part, workers):
-    """The closed form T = F + r + C / N of design note cost_model.md, where C < F and host stages fit."""
+    """The closed form T = F + r + C / N of design note cost_model.md, if C < F and host stages fit."""
     reference = Reference(1000.0, 10.0, 100.0, 0.0, 100.0, 0.0, 0.0, 1.0, 0.0, micro_batch_ms=0.0)
     reference = replace(reference, exchange_ms=1000.0 * part)
     workload = NPU.workload
@@ -98,7 +98,7 @@ def test_nestpipe_when_communication_exceeds_compute(ratio):
     hardware = reference_hardware("x", reference, NPU.workload)
     c = 800.0 * ratio * 1535 / 1536
     step = step_ms("nestpipe", hardware, NPU.workload, 1536, 8)
-    # The lane of the All2Alls never idles: E runs three micro-batches ahead, which a closed form without that misses.
+    # The lane of the All2Alls never idles: E runs three micro-batches ahead, which a simple closed form ignores.
     assert step == pytest.approx(c)
 
 

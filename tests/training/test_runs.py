@@ -1,4 +1,4 @@
-"""`nestpipe run` from end to end: the files it writes, what the methods agree on, how it ends."""
+"""``nestpipe run`` from end to end: the files it writes, what the methods agree on, how it ends."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_nestpipe_equals_serial_with_the_same_micro_batches_bit_for_bit(pool2, o
 
 
 def trained(config: RunConfig, steps: int) -> dict[str, tuple]:
-    """On a rank: per method the losses and weights after ``steps`` steps, and the weights that it began with."""
+    """On a rank: per method the losses and weights after ``steps`` steps, and the weights at the start."""
     import torch.distributed as dist
 
     from nestpipe.datasets.loader import load_dataset
@@ -270,7 +270,7 @@ def test_one_worker_and_batches_smaller_than_the_micro_batches(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_epoch_shorter_than_the_warm_up_reports_losses_alone(tmp_path):
+def test_an_epoch_shorter_than_the_warm_up_reports_only_losses(tmp_path):
     words = ["--methods", "serial,nestpipe", "--workers", "1", "--epochs", "1", "--data-scale", "0.000001"]
     done = nestpipe_run(*words, "--batch-size", "20", "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
@@ -323,7 +323,7 @@ def test_ctrl_c_ends_everything(after_s):
     assert len(ranks) == 2
     time.sleep(after_s)
     asked = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to the launcher's group; ranks have their own
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher's group; ranks have their own group
     _, error = process.communicate(timeout=30)
     assert time.monotonic() - asked < 10
     assert process.returncode == 130
@@ -378,7 +378,7 @@ def test_without_root_the_run_falls_back_to_loopback_and_says_so(monkeypatch, ca
     assert "needs root" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_in_the_end_does_not_cost_the_others(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_in_the_end_does_not_lose_the_others(tmp_path, monkeypatch):
     from nestpipe.commands import run as command
     from nestpipe.measurement.record import Record
     from nestpipe.training.measured_record import MethodRun
