@@ -1,6 +1,6 @@
-"""Tables and figures by name: what they are made from, what they are made of, and who makes them.
+"""The tables and figures of the report by name, and the function that makes each.
 
-To add one, write ``function(Sources) -> Artefact`` and a line in ``ARTEFACTS``.
+To add one, write ``function(Sources) -> Artefact`` and add a line to ``ARTEFACTS``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pandas as pd
 
 from results.sources import Sources
 
-#: name -> "module:function", in the order of the report. Imported when asked for.
+#: name -> "module:function", in the order of the report. A module is imported only when it is needed.
 ARTEFACTS: Mapping[str, str] = {
     "table1": "results.tables.table1:table1",
     "table2": "results.tables.table2_3_4:table2",
@@ -32,12 +32,12 @@ ARTEFACTS: Mapping[str, str] = {
 
 
 class UnknownArtefact(ValueError):
-    """No table or figure of that name; the message lists the known ones."""
+    """There is no table or figure of that name; the message lists the known ones."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """``frame``: cells as they are shown; ``cells``: one row per number, in full precision (the CSV file)."""
+    """``frame``: the cells as they are shown. ``cells``: one row per number in full precision (the CSV file)."""
 
     name: str
     title: str
@@ -48,7 +48,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """``alt``: what it shows, in words, for those who do not see it."""
+    """``alt``: a description for readers who cannot see the picture."""
 
     name: str
     caption: str
@@ -59,7 +59,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Two numbers that should agree and do not. ``why``: the reason, or that none is known."""
+    """Two numbers that should agree but do not. ``why``: the reason, or a statement that no reason is known."""
 
     where: str
     what: str
@@ -68,7 +68,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Artefact:
-    """A table or figure of the paper with everything that belongs to it. ``missing``: records that it lacks."""
+    """A table or figure of the paper with everything that belongs to it. ``missing``: parts whose records it lacks."""
 
     name: str
     title: str
@@ -80,9 +80,9 @@ class Artefact:
 
 
 def make(name: str, sources: Sources) -> Artefact:
-    """The artefact of that name. Raises UnknownArtefact."""
+    """The artefact of that name. Raises UnknownArtefact if there is none."""
     if name not in ARTEFACTS:
-        raise UnknownArtefact(f"no table or figure '{name}': one of {', '.join(ARTEFACTS)}")
+        raise UnknownArtefact(f"there is no table or figure '{name}'; choose one of {', '.join(ARTEFACTS)}")
     module, function = ARTEFACTS[name].split(":")
     maker: Callable[[Sources], Artefact] = getattr(importlib.import_module(module), function)
     return maker(sources)

@@ -1,7 +1,7 @@
 """The numbers that the paper (arXiv 2604.06956) and notes on it publish, one per row of ``published.csv``.
 
-Marks: ``T`` printed in the paper's tables; ``N`` from public notes on the paper; ``D`` derived from T by
-arithmetic (the step times that the QPS and the scaling columns imply together, 512 samples per worker).
+Marks: ``T`` is printed in the paper's tables. ``N`` is from public notes on the paper. ``D`` is derived from T by
+arithmetic: the step times that the QPS and scaling columns together imply, at 512 samples per worker.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ MARKS = {"T": "printed in the paper's tables", "N": "from public notes on the pa
 
 
 class PublishedError(ValueError):
-    """The file cannot be used. One line: which file and line, what is wrong."""
+    """The file cannot be used. The message is one line: the file, the line and what is wrong."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """One number. ``where``: table (Roman) or figure; ``setting``: what differs from the paper's reference set-up."""
+    """One number. ``where``: table (Roman) or figure. ``setting``: relative to the paper's reference set-up."""
 
     where: str
     cluster: str
@@ -54,6 +54,6 @@ def load_published(path: Path | None = None) -> list[Published]:
         except ValueError as error:
             raise PublishedError(f"{path}, line {number}: {error}") from error
         if cells["mark"] not in MARKS:
-            raise PublishedError(f"{path}, line {number}: mark '{cells['mark']}' is none of {', '.join(MARKS)}")
+            raise PublishedError(f"{path}, line {number}: mark '{cells['mark']}' is not one of {', '.join(MARKS)}")
         rows.append(Published(workers=workers, value=value, **cells))
     return rows

@@ -1,4 +1,4 @@
-"""What tables and figures are made from: records by part, published numbers, and the frames made of them, each once."""
+"""What tables and figures are made from: records by part, published numbers, and frames, each made only once."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Made = TypeVar("Made")
 class Sources:
     """What artefacts are made from.
 
-    ``parts``: records by the name of their store (see ``results.experiments.part_names``); ``folder``: of stores,
-    timelines and outputs; ``skipped``: a sentence for each file that is not a record. Frames are shared between
-    artefacts: do not change one in place.
+    ``parts``: records by the name of their store (see ``results.experiments.part_names``). ``folder``: holds
+    stores, timelines and outputs. ``skipped``: a sentence for each file that is not a record. Frames are shared
+    between artefacts: do not change one in place.
     """
 
     parts: Mapping[str, tuple[Record, ...]]
@@ -40,15 +40,15 @@ class Sources:
         )
 
     def measured(self, *parts: str) -> tuple[Record, ...]:
-        """Those of ``of`` that are measured."""
+        """The measured records among those of ``of``."""
         return tuple(record for record in self.of(*parts) if record.kind == "measured")
 
     def missing(self, *parts: str) -> tuple[str, ...]:
-        """Those of these parts that have no record."""
+        """The parts among ``parts`` that have no records."""
         return tuple(part for part in parts if not self.parts.get(part))
 
     def steps(self, *parts: str) -> pd.DataFrame:
-        """``step_frame`` of the measured records, with conditions told apart."""
+        """``step_frame`` of the measured records, with distinct conditions (``told_apart``)."""
         return self._once(("steps", *parts), lambda: told_apart(step_frame(self.measured(*parts))))
 
     def measured_medians(self, *parts: str) -> pd.DataFrame:
@@ -58,7 +58,7 @@ class Sources:
         return self._once(("means", *parts), lambda: simulated_means(self.of(*parts)))
 
     def curves(self) -> tuple[Curve, ...]:
-        """Loss and accuracy by method and seed, of the setting that has most curves in ``folder``."""
+        """Loss and accuracy by method and seed, for the setting with the most curves in ``folder``."""
         return self._once(("curves",), lambda: _of_one_setting(read_curves(self.folder / "convergence")))
 
     def published_numbers(self) -> pd.DataFrame:
@@ -72,7 +72,7 @@ class Sources:
 
 
 def distinct(records: Iterable[Record]) -> tuple[Record, ...]:
-    """One record per key, sorted by it. Of two that differ, the one whose text sorts last."""
+    """One record per key, sorted by key. Of two different records with the same key, the one whose text sorts last."""
     chosen: dict[str, tuple[str, Record]] = {}
     for record in records:
         entry = (repr(record), record)
@@ -89,7 +89,7 @@ def _of_one_setting(curves: Sequence[Curve]) -> tuple[Curve, ...]:
 
 
 def sources_from(folder: Path, records: Path | None = None) -> Sources:
-    """Everything under ``folder`` (records in ``records`` or its subfolder of that name). Raises RecordError."""
+    """Everything under ``folder``. ``records``: default is its subfolder of that name. Raises RecordError."""
     if records is not None and not records.exists():
         raise RecordError(f"{records}: no such folder or file; correct --records")
     parts, skipped = read_parts(records or folder / "records")
@@ -99,8 +99,8 @@ def sources_from(folder: Path, records: Path | None = None) -> Sources:
 def read_parts(root: Path) -> tuple[dict[str, tuple[Record, ...]], list[str]]:
     """Records by part, and a sentence for each file that is not a record.
 
-    ``root``: a folder with a store per part, one store, a JSON file of ``run`` or ``simulate --json``, or one of
-    pytest-benchmark that the suites wrote. Raises RecordError if it is none of these.
+    ``root``: a folder with one store per part, a single store, a JSON file from ``run`` or ``simulate --json``, or a
+    pytest-benchmark file that the suites wrote. Raises RecordError if a file is neither of the last two.
     """
     if root.is_file():
         return _from_file(root), []
@@ -125,7 +125,7 @@ def _from_file(path: Path) -> dict[str, tuple[Record, ...]]:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecordError(
-            f"{path}: holds no records: neither a folder of them, nor a file of run --json, nor one of pytest-benchmark"
+            f"{path}: holds no records; give a folder of records, or a file from run --json or pytest-benchmark"
         ) from error
     parts: dict[str, list[Record]] = {}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Options, and runs that the suites share: every part is measured once a session, methods interleaved."""
+"""Options, and runs that the suites share. Every part is measured once per session, with its methods interleaved."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--benchmark", action="store_true", help="measure in full, record and save (default: one tiny round)"
     )
-    group.addoption("--workers", type=int, default=2, help="ranks of the small runs, the large have twice as many")
-    group.addoption("--testbed", default=None, help="loopback or netns:RATE,DELAY, such as netns:200mbit,1ms (root)")
+    group.addoption("--workers", type=int, default=2, help="ranks of the small runs; the large runs have twice as many")
+    group.addoption("--testbed", default=None, help="loopback or netns:RATE,DELAY, e.g. netns:200mbit,1ms (needs root)")
     group.addoption("--hardware", default="npu-1536-industrial", help="profile of the simulated tables")
     group.addoption("--rounds", type=int, default=3, help="interleaved rounds of the measured runs")
-    group.addoption("--folder", type=Path, default=Path("results/out"), help="where records and benchmarks go")
+    group.addoption("--folder", type=Path, default=Path("results/out"), help="folder for records and benchmarks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not option.benchmark:
         option.benchmark_quiet = True  # one tiny round says nothing about time
         return
-    # Saved where `pytest-benchmark compare` finds it, whatever the machine is called.
+    # `pytest-benchmark compare` finds it here, whatever the machine is called.
     if option.benchmark_storage in (None, "file://./.benchmarks"):
         option.benchmark_storage = f"file://{option.folder / 'benchmarks'}"
     option.benchmark_save = option.benchmark_save or "suites"
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def options_of(config: pytest.Config) -> Options:
-    """The plan's options as the command line has them; tiny without --benchmark."""
+    """The plan's options from the command line. Without --benchmark, the size is tiny."""
     full = config.option.benchmark
     return Options(
         size="full" if full else "tiny",
@@ -91,7 +91,7 @@ Runs = Callable[[str, int], dict[str, Record]]
 
 @pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """``runs(part, i)``: the records of the part's i-th run by method; measured when first asked for."""
+    """``runs(part, i)``: the records of the part's i-th run by method, measured when first asked for."""
     config = request.config
     options = options_of(config)
     folder = config.option.folder if config.option.benchmark else tmp_path_factory.mktemp("suites")
@@ -112,7 +112,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def simulated(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], list[Record]]:
-    """``simulated(part)``: all records of a simulated part, written to its store as well."""
+    """``simulated(part)``: all records of a simulated part, which are also written to its store."""
     config = request.config
     folder = config.option.folder if config.option.benchmark else tmp_path_factory.mktemp("simulated")
 
@@ -135,7 +135,7 @@ def by_method_and_workers(records: list[Record]) -> dict[tuple[str, int], Record
 
 @pytest.fixture
 def simulate_part(simulated: Callable[[str], list[Record]], benchmark: Any) -> Callable[[str, str], list[Record]]:
-    """Benchmark the simulation of a part itself: its records go along."""
+    """Benchmarks the simulation of a part itself, and saves its records with the result."""
 
     def run(part: str, artefact: str) -> list[Record]:
         benchmark.group = f"{artefact}: simulation"

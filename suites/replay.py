@@ -1,8 +1,8 @@
 """Steps that were measured earlier, played back to pytest-benchmark.
 
-Its ``benchmark`` fixture serves one function per test, so it cannot interleave methods itself. They
-are measured interleaved by a session fixture; each test then replays one method's steps, on a clock
-that shows the time they took.
+Its ``benchmark`` fixture serves one function per test, so it cannot interleave methods itself. A
+session fixture measures them interleaved. Each test then replays one method's steps, on a clock that
+shows the time they took.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Replay:
         self._now += next(self._left)
 
 
-#: A benchmark's timer is named where the test is defined, so there is one for all; tests run one at a time.
+#: A benchmark's timer is named in the test's decorator, so all tests share one. Tests run one at a time.
 replay = Replay()
 
 
@@ -47,7 +47,7 @@ def play(benchmark: Any, artefact: str, part: str, record: Record) -> None:
 
 
 def about(records: Sequence[tuple[str, Record]]) -> dict[str, Any]:
-    """``extra_info``: headline numbers of the first record, and all records whole, from which tables can be made."""
+    """``extra_info``: headline numbers of the first record, and all records in full, to make tables from."""
     first = records[0][1]
     median = {name: float(np.median(values)) for name, values in first.metrics.items() if len(values)}
     return {

@@ -1,4 +1,4 @@
-"""The pieces of a step that move rows and keys, against memory bandwidth and against torch and fbgemm."""
+"""The pieces of a step that move rows and keys, compared with memory bandwidth, torch and fbgemm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sizes:
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """As every method runs."""
+    """One thread, as in every method."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -74,7 +74,7 @@ def measure(
 
 
 def of_bandwidth(benchmark: Any, moved: float, bandwidth: float) -> None:
-    """Note how much of the memory's bandwidth ``moved`` bytes a call make."""
+    """Notes the share of memory bandwidth that a call uses if it moves ``moved`` bytes."""
     rate = moved / benchmark.stats.stats.median
     benchmark.extra_info.update(gbytes_per_s=rate / 1e9, of_copy_bandwidth=rate / bandwidth)
 
@@ -124,7 +124,7 @@ def test_buffer_synchronisation(sizes, touched, bandwidth, benchmark):
 @pytest.mark.parametrize("what", ["nestpipe", "torch", "fbgemm"])
 def test_sparse_update(what, sizes, host_table, touched, bandwidth, benchmark):
     """U: row-wise AdaGrad on the rows of a batch. torch has no row-wise rule; its sparse AdaGrad keeps a state per
-    element. fbgemm's runs inside backward, so that its time holds the forward's bookkeeping too."""
+    element. fbgemm's runs inside backward, so its time includes the forward's bookkeeping."""
     gradient = torch.rand(sizes.rows, sizes.dim) - 0.5
     if what == "nestpipe":
         rows = empty_rows(sizes.rows, sizes.dim, 1)
@@ -148,7 +148,7 @@ def test_sparse_update(what, sizes, host_table, touched, bandwidth, benchmark):
 
 @pytest.mark.parametrize("what", ["nestpipe", "nestpipe, 8 micro-batches", "torch.unique", "fbgemm bucketize"])
 def test_key_routing(what, sizes, benchmark):
-    """K: deduplicate and bucket the keys of a batch (one rank: nothing travels)."""
+    """K: deduplicate and bucket the keys of a batch (one rank, so nothing is sent)."""
     keys = _skewed_keys(sizes)
     batch = _batch(keys, sizes)
     layout = shard_layout([TableConfig("item", sizes.table, sizes.dim, ("item",), 1.0)], 1)
@@ -173,7 +173,7 @@ def test_key_routing(what, sizes, benchmark):
 
 
 def test_clustering(sizes, benchmark):
-    """Samples that share keys into one micro-batch: fewer distinct keys in total than in the order they came."""
+    """Puts samples that share keys into one micro-batch: fewer distinct keys in total than in the order they came."""
     keys = _skewed_keys(sizes).numpy()
     offsets = np.arange(0, len(keys) + 1, sizes.length)[None]
     part = cluster(keys, offsets, 8)

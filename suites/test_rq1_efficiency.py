@@ -9,7 +9,7 @@ from suites.conftest import by_method_and_workers
 from suites.replay import play, replay
 
 PART = "two-hosts"
-#: Runs of the part: the first has every method, the second clustering.
+#: Runs of the part: the first has every method, the second has clustering.
 ALL, CLUSTERED = 0, 1
 
 

@@ -1,4 +1,4 @@
-"""RQ2, consistency: the losses of every method, and Fig. 6 (short; `nestpipe converge` trains for longer)."""
+"""RQ2, consistency: the losses of every method, and Fig. 6 (short; ``nestpipe converge`` trains for longer)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from suites.conftest import by_method_and_workers
 from suites.replay import play, replay
 
 PART = "four-hosts"
-#: With the families of Table I, which NestPipe is combined with; the others are in RQ3.
+#: Includes the families of Table I that NestPipe is combined with. The other methods are in RQ3.
 METHODS = ("2d-sp", "nestpipe+2d-sp", *TABLE1_METHODS)
 
 
@@ -26,7 +26,7 @@ def test_both_together(runs):
     both = methods["nestpipe+2d-sp"]
     claims.hides_lookups(both)
     claims.hides_communication(both)
-    # Half as many ranks in an All2All: fewer keys belong to others. The price is the replicas' synchronisation.
+    # An All2All has half as many ranks, so fewer keys belong to others. The price is the replicas' synchronisation.
     claims.sends_less(both, methods["nestpipe"])
     assert min(both.metrics["replica_bytes"]) > 0 == max(methods["nestpipe"].metrics["replica_bytes"])
 

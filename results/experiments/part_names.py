@@ -1,4 +1,4 @@
-"""Names of the parts of the plan, which are those of their stores under ``records/``."""
+"""Names of the parts of the plan. Each is also the name of the part's store under ``records/``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FOUR = "four-hosts"
 MICRO_BATCHES = "micro-batches"
 SIZES = "sizes"
 CONVERGENCE = "convergence"
-#: The two clusters of the paper on virtual clocks.
+#: The paper's two clusters on virtual clocks.
 NPU = "simulated"
 GPU = "simulated-gpu"
 NPU_MICRO_BATCHES = "simulated-micro-batches"

@@ -1,6 +1,6 @@
-"""What is run for the tables and figures: parts, each a store of its own, and what each takes.
+"""What is run for the tables and figures: the parts, each with its own store, and the runs of each.
 
-``make reproduce`` and ``pytest suites/ --benchmark`` run the same plan; the suites without the flag run it tiny.
+``make reproduce`` and ``pytest suites/ --benchmark`` run the same plan. Without the flag, the suites run it tiny.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TINY = RunConfig(
     steps=3,
     rounds=1,
 )
-#: Communication of a step is near its paced dense time, so that there is something to hide and something to hide it in.
+#: A step's communication takes about as long as its paced dense compute, which can therefore hide most of it.
 FULL = RunConfig(
     data=DataConfig(batch_size=64, negatives=64),
     model=ModelConfig(embedding_dim=128, dense_layers=1, heads=1, width=16, sequence_length=20),
 )
-#: For the sweeps over the model's sizes, whose dense time must follow them: not paced.
+#: For the sweeps over the model's sizes. Not paced, because dense time must follow the sizes.
 SIZE_SWEEP = RunConfig(
     data=DataConfig(batch_size=32, negatives=32),
     model=ModelConfig(embedding_dim=64, dense_layers=2, heads=2, width=64, sequence_length=40),
@@ -56,8 +56,8 @@ TABLE1_METHODS = ("torchrec-bf16", "torchrec-planner", "nestpipe+bf16")
 
 @dataclass(frozen=True)
 class Options:
-    """How the plan is run. ``workers``: ranks of the small runs, the large have twice as many; ``testbed``:
-    loopback or netns:RATE,DELAY; ``hardware``: profile of the simulated tables; ``rounds``: interleaved."""
+    """How the plan is run. ``workers``: ranks of the small runs; the large runs have twice as many. ``testbed``:
+    loopback or netns:RATE,DELAY. ``hardware``: profile of the simulated tables. ``rounds``: interleaved rounds."""
 
     size: Literal["full", "tiny"] = "full"
     workers: int = 2
@@ -72,7 +72,7 @@ Planned = RunConfig | SimulateConfig | ConvergenceConfig
 
 @dataclass(frozen=True)
 class Part:
-    """``name``: of the store; ``feeds``: artefacts that are made from it; ``runs``: what is measured or simulated."""
+    """``name``: also of the store. ``feeds``: artefacts made from it. ``runs``: what is measured or simulated."""
 
     name: str
     title: str
@@ -90,15 +90,15 @@ def all_parts(options: Options) -> list[Part]:
 
 
 def find_part(name: str, options: Options) -> Part:
-    """Raises ValueError, listing the parts."""
+    """The part of that name. Raises ValueError with a message that lists the parts."""
     parts = {part.name: part for part in all_parts(options)}
     if name not in parts:
-        raise ValueError(f"no part '{name}': one of {', '.join(parts)}")
+        raise ValueError(f"there is no part '{name}'; choose one of {', '.join(parts)}")
     return parts[name]
 
 
 def simulated_parts(options: Options) -> list[Part]:
-    """The paper's clusters on virtual clocks: the same in every size, for it takes seconds."""
+    """The paper's clusters on virtual clocks. They are the same at every size, because they take only seconds."""
     main = SimulateConfig(hardware=options.hardware)
     sweep = replace(main, methods="serial,nestpipe", workers="1536")
     sizes = (512, 256, 128, 64, 32, 16)
@@ -159,7 +159,7 @@ def measured_parts(options: Options) -> list[Part]:
 
 
 def _convergence(options: Options) -> ConvergenceConfig:
-    """Short: Fig. 6 with its default of steps and users takes an hour (`nestpipe converge`)."""
+    """A short run: Figure 6 with the default steps and users takes an hour (``nestpipe converge``)."""
     usual = ConvergenceConfig()
     methods = _available(("torchrec", "2d-sp", "uniemb", "nestpipe"))
     twin = "torchrec~ulp," if "torchrec" in methods else ""
@@ -178,7 +178,7 @@ def _base(options: Options, paced: bool) -> RunConfig:
 
 
 def _models(options: Options) -> Iterator[RunConfig]:
-    """One dimension at a time around a base, each configuration once."""
+    """Configurations that vary one dimension at a time around a base, each only once."""
     tiny = options.size == "tiny"
     base = _base(options, paced=False)
     if not tiny:
@@ -200,20 +200,20 @@ def _models(options: Options) -> Iterator[RunConfig]:
 
 
 def is_tiny(config: Mapping[str, Any]) -> bool:
-    """Whether the configuration of a measured record or a curve has the data of ``--size tiny``."""
+    """Whether the configuration of a measured record or a curve has the data settings of ``--size tiny``."""
     data = config.get("data", {})
     return all(data.get(name) == getattr(TINY.data, name) for name in ("data_scale", "batch_size", "negatives"))
 
 
 def _available(methods: Sequence[str]) -> str:
-    """Those that are installed here with the packages that they need, as text."""
+    """The ``methods`` that are installed here with all packages that they need, joined by commas."""
     known = known_methods()
     installed = [name for name in methods if name.split("(")[0] in known]
     return ",".join(name for name in installed if not find_method(name).missing_packages())
 
 
 def has_record(records: Sequence[Record], config: RunConfig, method: str) -> bool:
-    """One of ``records`` is of this method under this configuration."""
+    """Whether one of ``records`` is of this method under this configuration."""
     facts = (config.workers, config.seed, config.testbed, config.pace_dense > 0)
     want = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     return any(
@@ -229,7 +229,7 @@ def _comparable(config: Any) -> dict[str, Any]:
 
 
 def command(config: Planned, store: str) -> str:
-    """The command line that does the same as one run of the plan, defaults left out."""
+    """The command line that does the same as one run of the plan, without options at their defaults."""
     name = {SimulateConfig: "simulate", RunConfig: "run", ConvergenceConfig: "converge"}[type(config)]
     words = [f"nestpipe {name}"]
     for option, value in _changed(config, type(config)()):

@@ -1,4 +1,4 @@
-"""Runs a part of the plan into its store; what is there already is kept."""
+"""Runs a part of the plan and stores its records. Finished runs are kept."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from results.experiments.plan import Part, has_record
 
 #: (what is running, done, total)
 Progress = Callable[[str, int, int], None]
-#: (method, steps done, of, loss)
+#: (method, steps done, steps in total, loss)
 StepProgress = Callable[[str, int, int, float], None]
-#: Steps that a stored timeline shows.
+#: Number of steps in a stored timeline.
 _STEPS_KEPT = 2
 
 
 @dataclass(frozen=True)
 class Runner:
-    """What carries out the plan; a test has its own."""
+    """The functions that carry out the plan. Tests pass their own."""
 
     measure: Callable[[RunConfig, StepProgress | None], Sequence[MethodRun]] = run
     simulate: Callable[[SimulateConfig], list[Record]] = simulate
@@ -38,8 +38,8 @@ RUNNER = Runner()
 
 @dataclass(frozen=True)
 class Done:
-    """``records`` of a part, those found included; ``seconds`` that the others took, ``measured`` of them on real
-    processes; ``notes``: what was done differently from the plan."""
+    """``records``: those of a part, including the ones already in its store. ``seconds``: how long the others took.
+    ``measured``: how many of the others ran on real processes. ``notes``: what was done differently from the plan."""
 
     records: tuple[Record, ...]
     seconds: float
@@ -50,10 +50,10 @@ class Done:
 def run_part(
     part: Part, folder: Path, progress: Progress | None = None, again: bool = False, runner: Runner = RUNNER
 ) -> Done:
-    """Measure or simulate ``part`` into ``folder``/records/NAME. ``again``: also what the store has already.
+    """Measures or simulates ``part`` into ``folder``/records/NAME. ``again``: repeats finished runs too.
 
-    An interrupted part continues with the run that it was in. If hosts cannot be shaped, runs fall back to loopback,
-    and a note says so. Raises what ``runner`` raises.
+    An interrupted part resumes with the run that was in progress. If shaped hosts are not available, runs fall back
+    to loopback, and a note says so. Raises what ``runner`` raises.
     """
     store = Store(folder / "records" / part.name)
     store.folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def run_part(
 
 
 def _curves(config: ConvergenceConfig, folder: Path, again: bool, progress: Progress | None) -> int:
-    """Convergence curves into ``folder``/convergence; how many were trained."""
+    """Trains convergence curves into ``folder``/convergence. Returns how many were trained."""
     target = folder / "convergence"
     if again:
         setting = Curve("", 0, curve_config(config), (), (), {}).setting
@@ -98,7 +98,7 @@ def _curves(config: ConvergenceConfig, folder: Path, again: bool, progress: Prog
 
 
 def _step_progress(progress: Progress | None, title: str, names: Sequence[str]) -> StepProgress | None:
-    """``progress`` as a run of the methods ``names`` calls it."""
+    """``progress`` in the form that a run of the methods ``names`` can call."""
     if progress is None:
         return None
 
@@ -109,7 +109,7 @@ def _step_progress(progress: Progress | None, title: str, names: Sequence[str]) 
 
 
 def _simulated(config: SimulateConfig, store: Store, runner: Runner) -> list[Record]:
-    """Simulated again whatever the store has: it takes less time than comparing would save."""
+    """Simulates again, whatever the store has: this takes less time than comparing would save."""
     records = runner.simulate(config)
     for record in records:
         store.write(record)
@@ -136,7 +136,7 @@ def _measured(
 
 
 def write_timeline(run: MethodRun, folder: Path) -> None:
-    """Two usual steps of rank 0 as JSON: lists of stage, batch, micro-batch, lane, start and end in ms."""
+    """Writes two typical steps of rank 0 as JSON: lists of stage, batch, micro-batch, lane, start and end in ms."""
     record = run.record
     if len(record.steps) < _STEPS_KEPT:
         return
@@ -153,7 +153,7 @@ def write_timeline(run: MethodRun, folder: Path) -> None:
 
 
 def _usual_step(record: Record) -> int:
-    """The reported step that, with the one before it, is nearest to the median: a single step may be an outlier."""
+    """The reported step that, with the one before it, is nearest to the median. A single step may be an outlier."""
     took = dict(zip(record.steps, record.metrics["step_ms"], strict=True))
     typical = 2 * record.median["step_ms"]
     pairs = {step: ms + took[step - 1] for step, ms in took.items() if step - 1 in took}

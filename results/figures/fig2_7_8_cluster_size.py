@@ -1,4 +1,4 @@
-"""Figures 2, 7 and 8: what grows with the cluster. Published points, simulated lines, this machine's ranks."""
+"""Figures 2, 7 and 8: what grows with the cluster. Published points, simulated lines and ranks of this machine."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def fig2(sources: Sources) -> Artefact:
         (
             picture(
                 "fig2",
-                "TorchRec as the paper calls it (serial, nothing hidden). Left and middle: the NPU cluster. Right: "
-                "real processes on this machine, medians.",
+                "What the paper calls TorchRec (serial, nothing hidden). Left and middle: the NPU cluster. Right: "
+                "medians of real processes on this machine.",
                 "Three panels: exposed lookup and exposed communication as shares of the step, growing from 128 to "
                 "1,536 workers, and the two shares as measured on two and four ranks.",
                 made,
@@ -90,7 +90,7 @@ def fig7(sources: Sources) -> Artefact:
             picture(
                 "fig7",
                 "Parts of a step that are on its critical path. Crosses: published step times, derived from the "
-                "paper's QPS and scaling columns. The simulated dense time holds updates and dense AllReduce.",
+                "paper's QPS and scaling columns. The simulated dense time includes updates and dense AllReduce.",
                 "Stacked bars of step latency for TorchRec, 2D-SP, UniEmb and NestPipe, by number of workers: "
                 "TorchRec's lookup and communication grow with the cluster, NestPipe's step stays flat.",
                 made,
@@ -101,7 +101,7 @@ def fig7(sources: Sources) -> Artefact:
 
 
 def _published_steps(sources: Sources) -> dict[tuple[str, str], float]:
-    """Derived step times, ms, by workers and label as the bars have them."""
+    """Derived step times in ms, by number of workers and label, both as text like that of the bars."""
     frame = sources.published_numbers()
     frame = labelled(frame[(frame["metric"] == "step_from_qps") & (frame["mark"] == "D")])
     return {(f"{w:,}", label): v for w, label, v in zip(frame["workers"], frame["label"], frame["value"], strict=True)}
@@ -156,7 +156,7 @@ def fig8(sources: Sources) -> Artefact:
 
 
 def _utilisation(panel: Axes, frame: pd.DataFrame) -> None:
-    """A line per method."""
+    """Draws one line per method."""
     if frame.empty:
         return
     for i, variant in enumerate(in_order(variants(frame))):
@@ -183,6 +183,6 @@ def _families(local: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _set_title(panel: Axes, title: str, pad: float) -> None:
-    """In small type if it takes several lines."""
+    """Sets the title, in small type if it takes several lines."""
     text = textwrap.fill(title, 44)
     panel.set_title(text, pad=pad, fontsize=6 if "\n" in text else 9)

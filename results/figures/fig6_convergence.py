@@ -18,8 +18,8 @@ from results.sources import Sources
 
 REFERENCE = "torchrec"
 QUALITY = ("HR@10", "HR@50", "NDCG@10", "NDCG@50")
-#: Mean absolute difference of a step's loss over the last quarter of the steps: the same in size for every method
-#: that differs by rounding, and far less noisy than the quality of a few thousand users.
+#: Mean absolute difference of a step's loss over the last quarter of the steps. It has the same size for every
+#: method that differs by rounding, and is far less noisy than the accuracy over a few thousand users.
 DRIFT = "drift of the loss"
 _PUBLISHED = {  # [N], KuaiRand-27K with FuXi, 1e-3
     "nestpipe": "within 0.3",
@@ -39,7 +39,7 @@ class Gap:
 
 
 def paired_gap(values: Sequence[float], reference: Sequence[float]) -> Gap:
-    """``values`` and ``reference`` by seed, in one order."""
+    """``values`` minus ``reference``, both by seed in the same order."""
     difference = np.subtract(values, reference)
     mean, n = float(difference.mean()), len(difference)
     half = float(stats.t.ppf(0.975, n - 1) * difference.std(ddof=1) / np.sqrt(n)) if n > 1 else np.nan
@@ -53,10 +53,10 @@ def drift(curve: Curve, other: Curve) -> float:
 
 
 def drift_ratio(method: str, curves: Iterable[Curve], reference: str = REFERENCE) -> Gap:
-    """Drift of ``method`` from ``reference`` over that of ``reference`` with one weight moved by one ulp, from itself.
+    """Drift of ``method`` from ``reference`` over that of ``reference`` with one weight moved by one ulp.
 
-    Geometric mean over seeds and its paired 95 % interval: rounding errors grow like chaos does, so that a ratio is
-    what can be compared. 0 for a method without any drift. Raises KeyError where a run is lacking.
+    Geometric mean over seeds and its paired 95 % interval. Rounding errors grow chaotically, so only a ratio can be
+    compared. It is 0 for a method without any drift. Raises KeyError if a run is missing.
     """
     by = _by_method(curves)
     seeds = sorted(by[reference].keys() & by[reference + ULP].keys() & by[method].keys())
@@ -70,19 +70,20 @@ def drift_ratio(method: str, curves: Iterable[Curve], reference: str = REFERENCE
 
 
 def within_rounding(method: str, curves: Iterable[Curve], reference: str = REFERENCE) -> bool:
-    """Whether ``method`` stays as near to ``reference`` as ``reference`` to itself with one weight moved by one ulp:
-    its ``drift_ratio`` is at most 1, or its interval reaches down to 1. Raises KeyError where a run is lacking.
+    """Whether ``method`` stays as near to ``reference`` as ``reference`` with one weight moved by one ulp does.
+
+    It does if its ``drift_ratio`` is at most 1 or the interval reaches down to 1. Raises KeyError if a run is missing.
     """
     ratio = drift_ratio(method, curves, reference)
     return ratio.mean <= 1 or bool(ratio.low <= 1)
 
 
 def fig6(sources: Sources) -> Artefact:
-    """The setting that has most curves; the others stay in their folder."""
+    """The curves of the setting that has the most. The others stay in their folder."""
     title = "Figure 6: loss and accuracy (RQ2)"
     curves = sources.curves()
     if not curves:
-        return Artefact("fig6", title, text=("No curves yet: nestpipe converge.",))
+        return Artefact("fig6", title, text=("There are no curves yet; nestpipe converge makes them.",))
     by = _by_method(curves)
     shown = [name for name in by if not name.endswith(ULP)]
     made, axes = figure(3, width=3.6)
@@ -95,7 +96,7 @@ def fig6(sources: Sources) -> Artefact:
     config = curves[0].config
     what = f"{config['data']['dataset']}, {users:,} evaluation users, {seeds} seeds, {config['model']['backbone']}"
     caption = f"Measured on this machine ({what}, {config['steps']} steps of {config['workers']} ranks). Lines: means "
-    caption += "over seeds; bands: the range. HR and NDCG leave the last item of each user out."
+    caption += "over seeds; bands: the range. HR and NDCG are for the last item of each user, which is left out."
     return Artefact(
         "fig6",
         title,
@@ -104,8 +105,8 @@ def fig6(sources: Sources) -> Artefact:
             picture(
                 "fig6",
                 caption,
-                "Three panels, loss by step and HR@10 and NDCG@10 by step: the curves of TorchRec and NestPipe lie on "
-                "each other.",
+                "Three panels, loss by step and HR@10 and NDCG@10 by step: the curves of TorchRec and NestPipe "
+                "coincide.",
                 made,
             ),
         ),
@@ -173,18 +174,18 @@ def _gap_table(by: Mapping[str, Mapping[int, Curve]], what: str) -> Table:
         row["published gap [N], 1e-3"] = _PUBLISHED.get(name, "-")
         rows.append(row)
     caption = (
-        f"Measured here: {what}. Mean ± standard deviation over seeds after the last step; gaps to real TorchRec, "
-        "paired by seed, with the 95 % interval of Student's t. Drift: mean absolute difference of a step's loss over "
-        "the last quarter; over the twin's: relative to TorchRec with one weight moved by one unit in the last place "
-        "(geometric mean, paired 95 % interval); no more than rounding: the ratio is at most 1, or its interval "
-        f"reaches 1.{_against_serial(by)} [N]: public notes on the paper, KuaiRand-27K with FuXi: other data, other "
-        "sizes of gaps."
+        f"Measured here: {what}. Accuracy: mean ± standard deviation over seeds after the last step. Gaps: to real "
+        "TorchRec, paired by seed, with the 95 % interval of Student's t. Drift: mean absolute difference of a step's "
+        "loss over the last quarter of the steps. Over the twin's: relative to the drift of TorchRec with one weight "
+        "moved by one unit in the last place (geometric mean, paired 95 % interval). No more than rounding: the ratio "
+        f"is at most 1, or its interval reaches 1.{_against_serial(by)} [N]: public notes on the paper, for "
+        "KuaiRand-27K with FuXi. Other data give gaps of other sizes."
     )
     return Table("fig6", "Final accuracy and gaps to TorchRec", caption, pd.DataFrame(rows), pd.DataFrame(cells))
 
 
 def _against_twin(name: str, by: Mapping[str, Mapping[int, Curve]]) -> dict[str, str]:
-    """The drift, compared with that of TorchRec's twin, and what follows."""
+    """The drift over that of TorchRec's twin, and whether it is no more than rounding."""
     heads = ("over the twin's", "no more than rounding")
     if name in (REFERENCE, REFERENCE + ULP) or REFERENCE + ULP not in by or REFERENCE not in by:
         return dict.fromkeys(heads, "-")
@@ -197,7 +198,7 @@ def _against_twin(name: str, by: Mapping[str, Mapping[int, Curve]]) -> dict[str,
 
 
 def _against_serial(by: Mapping[str, Mapping[int, Curve]]) -> str:
-    """NestPipe minus the same micro-batches one operation at a time, where both have run."""
+    """How NestPipe differs from serial with the same micro-batches, if both have run."""
     for name, runs in by.items():
         seeds = sorted(runs.keys() & by.get("nestpipe", {}).keys())
         if name.startswith("serial(") and seeds:

@@ -1,4 +1,4 @@
-"""Figures 9 and 10: what the micro-batch and the model's sizes do to a step."""
+"""Figures 9 and 10: how the micro-batch and the model's sizes change a step."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def fig9(sources: Sources) -> Artefact:
         (
             picture(
                 "fig9",
-                "NestPipe. Simulated: batch 512; without clustering keys repeat between micro-batches as the router "
-                "measured it on KuaiRand-like data. Measured: real processes, medians.",
+                "NestPipe. Simulated: batch 512. Without clustering, keys repeat between micro-batches as often as the "
+                "router measured on KuaiRand-like data. Measured: medians of real processes.",
                 alt,
                 made,
             ),
@@ -107,8 +107,9 @@ def fig10(sources: Sources) -> Artefact:
         (
             picture(
                 "fig10",
-                "Parts of a step that are on its critical path. Simulated: one dimension varied around the reference "
-                "(which is assumed: the paper's is not published). Measured: real processes, unpaced, medians.",
+                "Parts of a step that are on its critical path. Simulated: one dimension is varied around the "
+                "reference, which is assumed, as the paper's is not published. Measured: medians of real processes, "
+                "unpaced.",
                 "Stacked bars of step latency for TorchRec and NestPipe by embedding dimension, dense layers and "
                 "sequence length, simulated above and measured below.",
                 made,
@@ -120,7 +121,7 @@ def fig10(sources: Sources) -> Artefact:
 
 
 def one_dimension(frame: pd.DataFrame, name: str) -> pd.DataFrame:
-    """The rows of serial and NestPipe that differ from the most usual sizes in ``name`` at most."""
+    """The rows of serial and NestPipe that differ from the most common sizes only in ``name``, if at all."""
     frame = frame[frame["method"].isin(_BARS) & ~frame["clustered"]]
     for other in _SWEEPS:
         if other != name and len(frame):
@@ -129,18 +130,18 @@ def one_dimension(frame: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def _frames(sources: Sources, simulated: str, measured: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Simulated and measured points. The sizes, which a figure's settings differ in, are not part of the conditions."""
+    """Simulated and measured points. The sizes that a figure varies are not part of the conditions."""
     return sources.simulated_means(simulated), measured_medians(step_frame(sources.measured(measured)))
 
 
 def _both(name: str, title: str, simulated: pd.DataFrame, measured: pd.DataFrame, by: Sequence[str]) -> list[Table]:
-    """A table per kind that there is."""
+    """One table for each kind that has points."""
     kinds = {"simulated": simulated, "measured": measured}
     return [_numbers(name, title, frame, kind, by) for kind, frame in kinds.items() if len(frame)]
 
 
 def _numbers(name: str, title: str, frame: pd.DataFrame, kind: str, by: Sequence[str]) -> Table:
-    """Step and exposed parts of every point of a figure, of one kind."""
+    """The step and its exposed parts for every point of one kind in a figure."""
     columns = {"step_ms": "step", "exposed_lookup_ms": "exposed lookup", "exposed_communication_ms": "exposed comm."}
     cells, rows = [], []
     frame = labelled(frame).sort_values(["conditions", *by, "label"], kind="stable")

@@ -1,4 +1,4 @@
-"""How every figure looks: legible in print and in grey, a colour and a mark per method, the same bytes each time."""
+"""How every figure looks: legible in print and in grey, a colour and a marker per method, the same bytes each time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 
 
 def style() -> None:
-    """Fonts and lines for a column of a paper; text stays text in SVG only where outlines would differ by machine."""
+    """Sets fonts and lines for a column of a paper. SVG text is drawn as outlines, so it looks the same everywhere."""
     sns.set_theme(context="paper", style="whitegrid", palette="colorblind", font="DejaVu Sans")
     plt.rcParams.update(
         {
@@ -51,7 +51,7 @@ def style() -> None:
 
 
 def figure(columns: int, width: float = 3.4, height: float = 2.9, rows: int = 1, **options: Any) -> tuple[Figure, Any]:
-    """A row of panels; always a list of axes."""
+    """A figure with a grid of panels, and its axes as a list, even if there is only one."""
     style()
     made, axes = plt.subplots(
         rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained", **options
@@ -62,7 +62,7 @@ def figure(columns: int, width: float = 3.4, height: float = 2.9, rows: int = 1,
 def picture(name: str, caption: str, alt: str, made: Figure) -> Picture:
     """The figure as SVG and PNG, without a date."""
     made.draw_without_rendering()
-    made.set_layout_engine("none")  # placed once, for both forms
+    made.set_layout_engine("none")  # laid out once, for both forms
     svg, png = io.StringIO(), io.BytesIO()
     made.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     made.savefig(png, format="png", metadata={"Software": None})

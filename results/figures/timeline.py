@@ -1,4 +1,4 @@
-"""A step per method as a picture: from its schedule in made-up units, and from the trace of a real run."""
+"""A picture of one step per method: from its schedule in made-up units, and from the trace of a real run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _scheduled() -> Picture:
 
 
 def _measured(sources: Sources) -> Picture | None:
-    """The setting that paces dense compute, where there is one: overlap shows there."""
+    """The setting that paces dense compute, if there is one, because overlap shows there."""
     records = [r for r in sources.measured(TWO) if not r.config.get("clustering")]
     paced = [r for r in records if r.paced] or records
     drawn = []
@@ -82,7 +82,7 @@ def _measured(sources: Sources) -> Picture | None:
     if not drawn:
         return None
     where = "two steps of rank 0 of a real run, paced" if paced[0].paced else "two steps of rank 0 of a real run"
-    return _strips("timeline-measured", drawn, "ms", f"Measured: {where}; all strips have one scale.")
+    return _strips("timeline-measured", drawn, "ms", f"Measured: {where}. All strips have the same scale.")
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -109,7 +109,7 @@ def _draw(panel: Axes, lanes: list[str], spans: Any, length: float, longest: flo
 
 
 def _strips(name: str, drawn: list[tuple[str, Any, float]], unit: str, caption: str) -> Picture:
-    """One strip per method, a row per lane."""
+    """One strip per method, with one row per lane."""
     columns = 2
     made, axes = figure(columns, width=5.0, height=1.55, rows=-(-len(drawn) // columns))
     longest = max(length for *_, length in drawn)

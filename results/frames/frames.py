@@ -1,7 +1,7 @@
-"""Records in, data frames out: one row per step, medians and spread per setting, ratios within a session.
+"""Data frames from records: one row per step, medians and spread per setting, ratios within a session.
 
-A row belongs to a ``method``, ``clustered`` or not, under a ``setting``; settings that differ in nothing but the number
-of workers are one ``family``. Labels come later (``results.frames.labels``).
+A row belongs to a ``method``, ``clustered`` or not, under a ``setting``. Settings that differ only in the number of
+workers form one ``family``. Labels are added later (``results.frames.labels``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from nestpipe.measurement.record import METRICS, Record
 from results.frames.labels import PAPER_METHODS, conditions_of, family_conditions_of, is_clustered, only, pace_of
 from results.published import Published
 
-#: What may differ between methods that are compared, so belongs to no setting.
+#: Options that may differ between methods that are compared, so they are not part of a setting.
 _NOT_SETTING = ("micro_batches", "clustering")
-#: Same setting, measured longer or again.
+#: Options that only say how long a setting was measured, or again.
 _NOT_CONDITIONS = ("steps", "rounds", "evaluate")
-#: For a value that a record of another version does not have.
+#: Shown instead of a value that a record of another version does not have.
 _NOT_SAID = "not said"
-#: The sizes that figures vary.
+#: The model's sizes that the figures vary.
 SIZES = ("embedding_dim", "dense_layers", "sequence_length")
 _SETTING = ["setting", "family", "workers", "conditions", "family_conditions", "pace"]
 _GROUP = [*_SETTING, "method", "clustered"]
@@ -32,7 +32,7 @@ _FACTS = ["key", *_GROUP, "session", "micro_batch", "clustering", *SIZES]
 
 
 def setting_of(record: Record) -> str:
-    """Canonical text of the conditions that records have to share to be compared in one column."""
+    """Canonical text of the conditions that records must share to be compared in one column."""
     return _canonical(record.workers, *_family(record))
 
 
@@ -58,7 +58,7 @@ def _canonical(*facts: Any) -> str:
 
 
 def sizes_of(record: Record) -> dict[str, Any]:
-    """Samples of a micro-batch, whether clustering is on or off, and the sizes of the model."""
+    """Samples per micro-batch, whether clustering is on or off, and the sizes of the model."""
     if record.kind == "simulated":
         model = record.config["workload"]
         batch = model.get("batch_size")
@@ -75,12 +75,12 @@ def sizes_of(record: Record) -> dict[str, Any]:
 
 
 def step_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per record and step, in the order given; a column per metric, NaN where it is absent.
+    """One row per record and step, in the order given, and one column per metric, NaN if the record lacks it.
 
-    ``records``: of one kind, each once (``Sources.of``). The other columns: ``key``, ``method``, ``clustered``,
+    ``records``: all of one kind, each once (``Sources.of``). The other columns: ``key``, ``method``, ``clustered``,
     ``workers``, ``setting``, ``family``, ``session``; ``conditions``, ``family_conditions`` and ``pace`` in words;
     ``micro_batch`` (samples), ``clustering`` and SIZES; ``step``, and ``round``, the interleaved round that the step
-    belongs to (warm-up leaves a gap between two).
+    belongs to (warm-up leaves a gap in the step numbers between two rounds).
     """
     frames = []
     for record in records:
@@ -114,9 +114,9 @@ def _facts(record: Record) -> dict[str, Any]:
 
 
 def told_apart(steps: pd.DataFrame) -> pd.DataFrame:
-    """``steps`` with conditions that name one family each: if two read alike, what differs between them is added.
+    """``steps`` with conditions that each name one family: if two read alike, what differs between them is added.
 
-    A store that holds a run of another size next to the first (``--size tiny``, then full) has such families.
+    A store has such families if it holds runs of two sizes (``--size tiny``, then full).
     """
     more: dict[str, str] = {}
     for _, alike in steps.drop_duplicates("family").groupby("family_conditions", sort=True):
@@ -130,7 +130,7 @@ def told_apart(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Nested settings by the last part of their name, which is an option's."""
+    """Nested settings, each under the last part of its name, which is the name of its option."""
     if not isinstance(value, Mapping):
         yield name, value
         return
@@ -139,7 +139,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def medians(steps: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
-    """Long form, a row per setting, method and metric: ``value`` (median), ``low``, ``high`` (quartiles), ``n``."""
+    """Long form, one row per setting, method and metric: ``value`` (median), ``low``, ``high`` (quartiles), ``n``."""
     if steps.empty:
         return pd.DataFrame(columns=_LONG)
     long = steps.melt(id_vars=_GROUP, value_vars=list(metrics), var_name="metric", value_name="x").dropna(subset="x")
@@ -150,9 +150,10 @@ def medians(steps: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
 
 
 def ratios(steps: pd.DataFrame, base: str, metric: str = "step_ms") -> pd.DataFrame:
-    """How many times the method ``base``'s ``metric`` is each method's, both within one session and round.
+    """``metric`` of the method ``base``, divided by that of each method in the same session and round.
 
-    Long form as ``medians``, ``metric`` "speedup": median over rounds, with the smallest and the largest.
+    Long form like ``medians``, with ``metric`` "speedup". ``value``: the median over rounds. ``low``, ``high``: the
+    smallest and the largest.
     """
     if only(steps, base).empty:
         return pd.DataFrame(columns=_LONG)
@@ -195,7 +196,7 @@ def simulated_means(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def _with_parts(frame: pd.DataFrame) -> pd.DataFrame:
-    """``rest_ms``: what a step holds besides dense, update, exposed lookup and communication; shares in percent."""
+    """Adds ``rest_ms``, a step without dense, update, exposed lookup and communication, and shares in percent."""
     if frame.empty:
         return frame
     named = frame[["dense_ms", "update_ms", "exposed_lookup_ms", "exposed_communication_ms"]].sum(axis=1)
@@ -209,6 +210,6 @@ def _with_parts(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def published_frame(rows: Iterable[Published]) -> pd.DataFrame:
-    """The published numbers; ``paper_method``: as the paper calls it; ``method``: the method that stands for it."""
+    """The published numbers. ``paper_method``: the paper's name. ``method``: the method that has this name there."""
     frame = pd.DataFrame([vars(row) for row in rows]).rename(columns={"method": "paper_method"})
     return frame.assign(method=frame["paper_method"].map(PAPER_METHODS), clustered=False)

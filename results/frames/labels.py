@@ -1,5 +1,8 @@
-"""What tables and figures call a method and the conditions of a record. Applied when they are rendered: data is
-selected, joined and grouped by method and setting, never by these words."""
+"""The names that tables and figures use for methods and for the conditions of records.
+
+They are applied when a table or figure is rendered. Data is selected, joined and grouped by method and setting, never
+by these names.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pandas as pd
 
 from nestpipe.measurement.record import Record
 
-#: Methods in the order of the tables, and what each is called. serial is what the paper's numbers call TorchRec.
+#: Methods in the order of the tables, with the label of each. The paper's numbers call serial TorchRec.
 LABELS: Mapping[str, str] = {
     "serial": "TorchRec (serial)",
     "torchrec": "real torchrec",
@@ -27,7 +30,7 @@ LABELS: Mapping[str, str] = {
     "nestpipe+2d-sp-exact": "NestPipe+2D-SP, exact",
 }
 _ORDER = {method: i for i, method in enumerate(LABELS)}
-#: The paper's name of a method -> the method.
+#: The paper's name for a method -> the method.
 PAPER_METHODS: Mapping[str, str] = {
     "TorchRec": "serial",
     "2D-SP": "2d-sp",
@@ -40,7 +43,7 @@ PAPER_METHODS: Mapping[str, str] = {
 
 
 class Variant(NamedTuple):
-    """What has a row of its own in a table. ``clustered``: samples that share keys share a micro-batch."""
+    """What has its own row in a table. ``clustered``: samples that share keys share a micro-batch."""
 
     method: str
     clustered: bool = False
@@ -51,7 +54,7 @@ def variant_of(record: Record) -> Variant:
 
 
 def is_clustered(record: Record) -> bool:
-    """The record is measured, and samples that share keys were put together."""
+    """Whether the record is measured and samples that share keys were put together."""
     return record.kind == "measured" and bool(record.config.get("clustering")) and record.config["micro_batches"] > 1
 
 
@@ -61,7 +64,7 @@ def without_count(method: str) -> str:
 
 
 def label_of(variant: Variant) -> str:
-    """What the variant's row is called."""
+    """The label of the variant's row."""
     plain = without_count(variant.method)
     label = LABELS.get(plain, plain)
     if variant.method != plain:
@@ -70,7 +73,7 @@ def label_of(variant: Variant) -> str:
 
 
 def order_of(variant: Variant) -> tuple[int, str]:
-    """Sort key: rows in the order of the paper, further methods after them."""
+    """Sort key: rows in the order of the paper, then all other methods."""
     return _ORDER.get(without_count(variant.method), len(_ORDER)), label_of(variant)
 
 
@@ -99,14 +102,14 @@ def only(frame: pd.DataFrame, method: str, clustered: bool = False) -> pd.DataFr
 
 
 def conditions_of(record: Record) -> str:
-    """The record's conditions in a few words, for a column's heading."""
+    """The record's conditions in a few words, for a column heading."""
     if record.kind == "simulated":
         return f"{record.config['hardware']}, {record.workers} workers"
     return f"{record.workers} {family_conditions_of(record)}"
 
 
 def family_conditions_of(record: Record) -> str:
-    """The conditions of a measured record but for the number of workers, in a few words."""
+    """The conditions of a measured record without the number of workers, in a few words."""
     where = record.testbed
     if where.startswith("netns:"):
         where = "hosts at " + where.removeprefix("netns:").replace("mbit", " Mbit/s").replace(",", " + ")

@@ -46,7 +46,7 @@ def to_html(table: Table) -> str:
     text = [_is_text(table.frame[column]) for column in table.frame]
     rows, previous = [], None
     for row in table.frame.itertuples(index=False, name=None):
-        # A rule where the first column changes: groups of rows without merged cells.
+        # A rule whenever the first column changes groups rows without merged cells.
         start = ' class="group"' if previous is not None and row[0] != previous else ""
         cells = "".join(
             f"<td{'' if is_text else ' class=n'}>{html.escape(cell)}</td>"

@@ -1,4 +1,4 @@
-"""``report.html``: one file with everything in it, first of all what does not match and why."""
+"""``report.html``: one file with everything in it. It starts with what does not match, and why."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from results.tables.side_by_side import CELLS, TOLERANCE_PCT
 
 @dataclass(frozen=True)
 class How:
-    """``commands`` that regenerate an artefact's records; ``seconds``: what they took when they last ran, in words."""
+    """``commands`` that regenerate an artefact's records; ``seconds``: how long they last took, in words."""
 
     commands: tuple[str, ...]
     seconds: str = ""
 
 
 def make_all(sources: Sources, names: Sequence[str] | None = None) -> list[Artefact]:
-    """The artefacts of these names, by default all that there is something of. Raises UnknownArtefact.
+    """The artefacts of these names, by default all that are not empty. Raises UnknownArtefact.
 
-    Titles say if measured runs are tiny.
+    Titles say whether measured runs are tiny.
     """
     made = [_sized(make(name, sources), sources) for name in names or ARTEFACTS]
     return made if names else [a for a in made if a.tables or a.pictures or a.text]
 
 
 def size_word(sources: Sources, *parts: str) -> str:
-    """``tiny`` if all that was measured for these parts has the size tiny, ``partly tiny`` if some has, else nothing.
+    """``tiny`` if everything measured for these parts is of size tiny, ``partly tiny`` if some of it is, else "".
 
-    Read off the configurations of records and curves, so it does not matter when they were made.
+    This is read from the configurations of records and curves, so it does not matter when they were made.
     """
     configs = [record.config for record in sources.measured(*parts)]
     if CONVERGENCE in parts:
@@ -68,12 +68,12 @@ def _sized(artefact: Artefact, sources: Sources) -> Artefact:
 
 
 def _is_measured(table: Table) -> bool:
-    """Some of its numbers are measured, or derived from such numbers."""
+    """Whether some of its numbers are measured or derived from measured numbers."""
     return "kind" not in table.cells or bool((table.cells["kind"] == "measured").any())
 
 
 def to_report(sources: Sources, artefacts: Sequence[Artefact]) -> str:
-    """The report as HTML; needs no network to be read."""
+    """The report as HTML. It can be read without a network."""
     size = size_word(sources, *sources.parts, CONVERGENCE)
     options = Options(size="tiny" if size == "tiny" else "full")
     reproduce = "nestpipe reproduce --size tiny" if size == "tiny" else "nestpipe reproduce"
@@ -87,7 +87,8 @@ def to_report(sources: Sources, artefacts: Sequence[Artefact]) -> str:
         counts=_counts(sources),
         size=size,
         reproduce=reproduce,
-        tolerance=f"A simulated cell does not match beyond {TOLERANCE_PCT:g} % and the rounding of the printed number.",
+        tolerance=f"A simulated cell does not match if its error exceeds {TOLERANCE_PCT:g} % plus the rounding of the "
+        "printed number.",
         mismatches=_by_place(artefacts),
         missing=[
             (f"{name} ({parts[name].title})" if name in parts else name, f"{reproduce} --only {name}")
@@ -118,7 +119,7 @@ def _by_place(artefacts: Sequence[Artefact]) -> dict[str, list[Mismatch]]:
 
 
 def how_to(folder: Path, options: Options, names: Sequence[str]) -> Mapping[str, How]:
-    """Per artefact: the commands of the plan that feed it, and what they took here."""
+    """For each artefact, the commands of the plan that feed it and how long they took here."""
     times = read_times(folder)
     result = {}
     for name in names:
@@ -135,7 +136,7 @@ def _duration(seconds: float) -> str:
 
 
 def read_times(folder: Path) -> dict[str, float]:
-    """Seconds that each part took, as ``nestpipe reproduce`` noted them."""
+    """Seconds that each part took, as ``nestpipe reproduce`` recorded them."""
     try:
         return {str(k): float(v) for k, v in json.loads((folder / "times.json").read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, AttributeError):
@@ -153,7 +154,7 @@ def environment_table(sources: Sources) -> Table:
         [(*key, str(count)) for key, count in sorted(rows.items())],
         columns=["kind", "commit", "processor", "cores", "system", "versions", "records"],
     )
-    caption = "Versions, commit and machine as the records carry them."
+    caption = "Versions, commit and machine are those in the records."
     return Table("environment-table", "Where the records come from", caption, frame, pd.DataFrame(columns=CELLS))
 
 

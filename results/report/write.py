@@ -1,4 +1,4 @@
-"""Artefacts as files: every table in three forms, every figure in two."""
+"""Artefacts as files: every table in three formats, every figure in two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from results.report.render import to_csv, to_latex, to_markdown
 
 
 def write_artefacts(artefacts: Sequence[Artefact], folder: Path) -> list[Path]:
-    """tables/NAME.md, .csv and .tex; figures/NAME.svg and .png. Raises OSError where they cannot be written."""
+    """tables/NAME.md, .csv and .tex; figures/NAME.svg and .png. Raises OSError if they cannot be written."""
     written = []
     for artefact in artefacts:
         for table in artefact.tables:

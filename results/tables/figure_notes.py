@@ -16,7 +16,7 @@ from results.sources import Sources
 from results.tables.reasons import why_note
 from results.tables.side_by_side import CELLS, HALF_UNIT, NOTHING, TOLERANCE_PCT, shown
 
-#: Where the values of a cluster are looked up; the first has the settings of the tables.
+#: Parts in which the values of a cluster are looked up. The first has the settings of the tables.
 _PARTS_OF = {"NPU": (NPU, NPU_MICRO_BATCHES, NPU_SIZES), "GPU": (GPU,)}
 _QUANTITY = {
     "lookup_share": "exposed lookup, share of the step",
@@ -37,14 +37,14 @@ _COLUMN = {
     "exposed_comm": "exposed_communication_ms",
     "exposed_ratio": "exposed_pct",
 }
-#: Methods that have a frozen window, so a micro-batch size.
+#: Methods that have a frozen window, and so a micro-batch size.
 _WINDOWED = ("nestpipe", "fwp-only", "nestpipe+2d-sp")
-_CAPTION = "[N]: from public notes on the paper, consistent with each other, not printed in its tables."
+_CAPTION = "[N]: from public notes on the paper. They are consistent with each other, but not printed in its tables."
 
 
 @dataclass(frozen=True)
 class Note:
-    """A published note and the simulated records' value for it, None if there is no such record."""
+    """A published note and its simulated value, which is None if no simulated record fits."""
 
     published: Published
     simulated: float | None
@@ -68,7 +68,7 @@ def notes_of(sources: Sources, where: str) -> list[Note]:
 
 
 def note_table(notes: list[Note], name: str, title: str) -> Table:
-    """A row per note: published, simulated, error."""
+    """One row per note: published, simulated, error."""
     rows = []
     for note in notes:
         point = note.published
@@ -128,7 +128,7 @@ def note_mismatches(notes: list[Note], title: str) -> list[Mismatch]:
 
 
 def half_unit(value: float) -> float:
-    """Half a unit of the last digit with which ``value`` is written."""
+    """Half a unit of the last digit that ``value`` is written with."""
     decimals = len(f"{value:g}".partition(".")[2])
     return 0.5 * 10.0**-decimals
 
@@ -138,7 +138,7 @@ def _simulated_value(sources: Sources, point: Published) -> float | None:
     usual = only(sources.simulated_means(parts[0]), "nestpipe")
     if usual.empty:
         return None
-    # What a note does not name is as in the tables.
+    # A setting that a note does not name is the same as in the tables.
     reference = usual.iloc[0]
     setting = dict(pair.split("=") for pair in point.setting.split())
     frame = sources.simulated_means(*parts)
@@ -158,6 +158,6 @@ def _simulated_value(sources: Sources, point: Published) -> float | None:
 
 
 def _reduction(mine: pd.DataFrame, serial: pd.DataFrame) -> float:
-    # A pipeline's exposed lookup is the hand-over between its buffers, the whole of ``update`` in the profile.
+    # A pipeline's exposed lookup is the hand-over between its buffers, which is all of ``update`` in the profile.
     left = float(mine["exposed_lookup_ms"].iloc[0] + mine["update_ms"].iloc[0])
     return (1 - left / float(serial["exposed_lookup_ms"].iloc[0])) * 100

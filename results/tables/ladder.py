@@ -21,22 +21,22 @@ RUNGS = {
     Variant("nestpipe"): "+FWP",
     Variant("nestpipe", clustered=True): "+clustering",
 }
-#: What NestPipe's speed-up is over.
+#: The baselines of NestPipe's speed-up.
 BASES = ("serial", "serial(8)", "torchrec", "torchrec-dedup")
-#: Parts of a step, and what is known of why they grow here.
+#: Parts of a step, and the known reason why each grows here.
 _GROWN = {
-    "dense_ms": "On few cores the dense math slows down beside data that moves, and by the cost of each micro-batch.",
+    "dense_ms": "On few cores, moving data slows down the dense math, and each micro-batch adds a cost.",
     "update_ms": "",
     "exposed_lookup_ms": "",
-    "exposed_communication_ms": "Each exchange costs its latency, and keys that micro-batches share travel again.",
+    "exposed_communication_ms": "Each exchange costs its latency, and keys that micro-batches share are sent again.",
     "exposed_dense_sync_ms": "",
-    "skew_ms": "Ranks wait for each other: they share cores.",
-    "other_ms": "Hand-offs between lanes, which share cores with the dense math.",
+    "skew_ms": "Ranks wait for each other, because they share cores.",
+    "other_ms": "It includes hand-offs between lanes, which share cores with the dense math.",
 }
 
 
 def ladder(sources: Sources) -> Artefact:
-    """Each technique added in turn; then NestPipe's speed-up over every baseline, per round."""
+    """Each technique added in turn, then NestPipe's speed-up over every baseline, per round."""
     steps = sources.steps(TWO)
     tables = [*_ladder_tables(steps), *_ratio_tables(steps), _simulated(sources)]
     return Artefact(
@@ -80,8 +80,8 @@ def _ladder_tables(steps: pd.DataFrame) -> list[Table]:
             last = now or last
             rows.append(row)
         caption = (
-            f"Measured: {conditions}. Medians over steps; speed-up: median over interleaved rounds (range), within one "
-            "run. +clustering ran with serial in a run of its own, and is compared within it."
+            f"Measured: {conditions}. Medians over steps. Speed-up: median over interleaved rounds (range) within one "
+            "run. +clustering and serial also ran together in a separate run, and are compared within it."
         )
         cells = pd.concat([group, mine.assign(metric="speed-up over serial")]) if len(mine) else group
         cells = cells[[variant in RUNGS for variant in variants(cells)]]
@@ -90,7 +90,7 @@ def _ladder_tables(steps: pd.DataFrame) -> list[Table]:
 
 
 def _ratio_tables(steps: pd.DataFrame) -> list[Table]:
-    """NestPipe and its forms against each baseline, a table per setting."""
+    """Every method against each baseline, one table per setting."""
     tables = []
     per_base = {Variant(base): ratios(steps, base) for base in BASES}
     found = in_order(variants(steps))
@@ -105,8 +105,8 @@ def _ratio_tables(steps: pd.DataFrame) -> list[Table]:
         cells = [_sorted(frame.assign(metric=f"speed-up over {label_of(base)}")) for base, frame in here.items()]
         caption = (
             f"Measured: {condition}. How many times faster a step is: median over interleaved rounds (range). Real "
-            "torchrec's exchanges go through gloo's all_to_all_single, nearly half-duplex over shaped links; its index "
-            "deduplication needs a CPU kernel that fbgemm lacks, ours."
+            "torchrec exchanges through gloo's all_to_all_single, which is nearly half-duplex over shaped links. Its "
+            "index deduplication needs a CPU kernel that fbgemm lacks, so it uses the one of this project."
         )
         shown_rows = pd.DataFrame(rows).fillna(NOTHING)
         whole = pd.concat(cells, ignore_index=True) if cells else pd.DataFrame(columns=CELLS)
@@ -115,7 +115,7 @@ def _ratio_tables(steps: pd.DataFrame) -> list[Table]:
 
 
 def _ratio(row: pd.DataFrame) -> str:
-    """``row``: one row of ``ratios``, or none."""
+    """The ratio as text. ``row``: one row of ``ratios``, or an empty frame."""
     if row.empty:
         return NOTHING
     ratio = row.iloc[0]
@@ -130,7 +130,7 @@ def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _simulated(sources: Sources) -> Table:
-    """The ladder on 1,536 virtual workers; the profile has clustering on, so it ends with +FWP."""
+    """The ladder on 1,536 virtual workers. The profile has clustering on, so the ladder ends with +FWP."""
     frame = sources.simulated_means(NPU)
     rows, cells = [], []
     if len(frame):
@@ -162,8 +162,8 @@ def out_of_order(
 ) -> list[Mismatch]:
     """Measured methods that are slower than the one before them in ``expected``, with the part of the step that grew.
 
-    ``names``: what each is called in the sentence (default: its label). Speed-ups are over serial, within a session,
-    so that only methods that ran next to it are compared.
+    ``names``: the name of each in the sentence (default: its label). Speed-ups are over serial within one session, so
+    only methods that ran in the same session are compared.
     """
     found = []
     gains = ratios(steps, "serial")
@@ -179,18 +179,18 @@ def out_of_order(
             title = {variant: names[variant] if names else label_of(variant) for variant in (before, after)}
             what = (
                 f"{conditions}: {title[after]} gives {slow['value']:.2f}x over serial, "
-                f"{title[before]} {fast['value']:.2f}x"
+                f"but {title[before]} gives {fast['value']:.2f}x"
             )
             why = _what_grew(only(here, *before), only(here, *after))
             if slow["high"] >= fast["low"] and slow["n"] > 1:
-                why += " Their ranges over rounds overlap: it may be noise."
+                why += " Their ranges over rounds overlap, so this may be noise."
             found.append(Mismatch(where, what, why))
     return found
 
 
 def _what_grew(before: pd.DataFrame, after: pd.DataFrame) -> str:
-    """The part of a step that is most longer in ``after``, and what is known of it. Both: ``medians`` of one method."""
+    """The part of a step that grew most in ``after``, and the reason if known. Both: ``medians`` of one method."""
     grew = (after.set_index("metric")["value"] - before.set_index("metric")["value"]).sort_values(ascending=False)
     name, by = str(grew.index[0]), float(grew.iloc[0])
     words = name.removesuffix("_ms").replace("_", " ")
-    return f"Largest growth from the one to the other: {words}, by {by:.1f} ms. {_GROWN[name]}".rstrip()
+    return f"The part that grew most is {words}, by {by:.1f} ms. {_GROWN[name]}".rstrip()

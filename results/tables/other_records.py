@@ -1,4 +1,4 @@
-"""Records that no part of the plan made: a sweep's, ``nestpipe run --store``'s or ``--json``'s, as one table a kind."""
+"""Records that no part of the plan made (from a sweep, ``nestpipe run --store`` or ``--json``), one table per kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN = {
 
 
 def other_records(sources: Sources) -> Artefact:
-    """Whatever is in stores that the plan does not know; without any, an artefact with nothing in it."""
+    """The records in stores that the plan does not know. The artefact is empty if there are none."""
     planned = {part.name for part in all_parts(Options())}
     records = sources.of(*(name for name in sources.parts if name not in planned))
     tables = [_table(kind, [r for r in records if r.kind == kind]) for kind in ("measured", "simulated")]
@@ -37,7 +37,7 @@ def _table(kind: str, records: Sequence[Record]) -> Table | None:
     steps = step_frame(records)
     if steps.empty:
         return None
-    if kind == "simulated":  # two that read alike differ in the model
+    if kind == "simulated":  # two with conditions that read alike differ in the model
         models = {r.key: _model(r) for r in records}
         conditions = steps["conditions"] + steps["key"].map(models)
         steps = steps.assign(conditions=conditions, setting=conditions, family=conditions)
@@ -58,7 +58,7 @@ def _table(kind: str, records: Sequence[Record]) -> Table | None:
         rows[conditions, order_of(variant)] = row
     caption = f"{kind.capitalize()}: medians over steps (quartiles), means over ranks."
     if kind == "measured":
-        caption += " Methods that ran interleaved under the same conditions can be compared, others only roughly."
+        caption += " Methods that ran interleaved under the same conditions can be compared; others only roughly."
     return Table(
         f"records-{kind}",
         f"{len(records)} {kind} records that belong to no table of the paper",

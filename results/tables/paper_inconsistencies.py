@@ -12,7 +12,7 @@ from results.artefacts import Mismatch
 def paper_inconsistencies(published: pd.DataFrame, batch: int = 512) -> list[Mismatch]:
     """Published numbers that contradict each other: printed latency against QPS, the scaling column against the QPS.
 
-    ``batch``: samples per worker. A difference counts beyond what two decimals allow.
+    ``batch``: samples per worker. A difference counts if it is larger than two decimals allow.
     """
     printed = published[(published["mark"] == "T") & (published["cluster"] == "NPU")]
     value = printed.set_index(["where", "workers", "paper_method", "metric"])["value"].to_dict()
@@ -25,7 +25,7 @@ def paper_inconsistencies(published: pd.DataFrame, batch: int = 512) -> list[Mis
         if abs(implied - qps) > 0.005:
             text = (
                 f"{method}, {workers:,} workers: Table II's {latency} ms is {implied:.3f}e5 samples/s, "
-                f"Table III prints {qps:.2f}"
+                f"but Table III prints {qps:.2f}"
             )
             found.append(Mismatch("The paper, Tables II and III", text, "No single latency fits both printed numbers."))
     for (where, workers, method, metric), scaling in sorted(value.items()):
@@ -36,11 +36,11 @@ def paper_inconsistencies(published: pd.DataFrame, batch: int = 512) -> list[Mis
         high = (many + 0.005) / (few - 0.005) * 128 / workers * 100
         if not low <= scaling <= high:
             text = (
-                f"{method}, {workers:,} workers: scaling printed {scaling} %, "
-                f"the printed QPS allow {low:.2f} to {high:.2f} %"
+                f"{method}, {workers:,} workers: the printed scaling is {scaling} %, "
+                f"but the printed QPS allow {low:.2f} to {high:.2f} %"
             )
             found.append(
-                Mismatch("The paper, Table III", text, "The column was computed from other numbers than those printed.")
+                Mismatch("The paper, Table III", text, "The column was computed from numbers other than those printed.")
             )
     found += _orthogonality(value)
     return found
@@ -60,7 +60,7 @@ def _orthogonality(value: Mapping[tuple[str, int, str, str], float]) -> list[Mis
         return []
     text = (
         f"NestPipe+2D-SP: {saved:.1f} ms less exposed communication than NestPipe should give {expected:.2f}e5 "
-        f"samples/s, printed {printed:.2f}"
+        f"samples/s, but the paper prints {printed:.2f}"
     )
     return [
         Mismatch("The paper, Table IV", text, "Something else grew by the difference; the paper does not say what.")

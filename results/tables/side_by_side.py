@@ -1,4 +1,4 @@
-"""Numbers of the three kinds put side by side, each in its own column, with the error per cell."""
+"""Numbers of the three kinds side by side, each kind in its own column, with the error of each cell."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from results.frames.frames import medians, ratios
 from results.frames.labels import Variant, conditions_of, label_of, labelled, order_of, variants
 
 _NUMBER = ["kind", "conditions", "value", "low", "high", "n", "unit", "mark", "error_pct", "floor_pct"]
-#: Columns of the CSV files, a row per number. ``low``, ``high``: quartiles over steps, or the range over rounds for a
-#: speed-up; ``error_pct``: of a simulated number against the published; ``floor_pct``: what its rounding allows.
+#: Columns of the CSV files, one row per number. ``low``, ``high``: quartiles over steps, or the range over rounds for a
+#: speed-up; ``error_pct``: of a simulated number against the published one; ``floor_pct``: what its rounding allows.
 CELLS = ["metric", "workers", "label", *_NUMBER]
-#: The same before it is rendered.
+#: The same columns before a table is rendered.
 _CELLS = ["metric", "workers", "method", "clustered", *_NUMBER]
 #: In the order of the columns.
 _KINDS = ["published", "simulated", "measured"]
 #: Published numbers have two decimals.
 HALF_UNIT = 0.005
-#: What a cell shows that this machine, or the paper, cannot fill.
+#: What is shown in a cell that this machine or the paper cannot fill.
 NOTHING = "-"
-#: A simulated cell counts as not matching beyond this and the published cell's rounding, percent.
+#: A simulated cell does not match if its error exceeds this plus the published cell's rounding, in percent.
 TOLERANCE_PCT = 2.0
 
 
 @dataclass(frozen=True)
 class Metric:
-    """``published``: its name in published.csv; ``digits``: decimals shown; ``measured``: metric of a record (or
-    "speedup"), None if measured runs have none; ``scale``: divides a simulated value into the published unit."""
+    """``published``: its name in published.csv. ``digits``: decimals shown. ``measured``: metric of a record (or
+    "speedup"), None if measured runs have none. ``scale``: divides a simulated value to give the published unit."""
 
     title: str
     published: str
@@ -46,12 +46,12 @@ class Metric:
 
 STEP = Metric("step latency", "step_latency", "ms", 2, "step_ms", lambda m: m["step_ms"])
 SPEEDUP = Metric("speed-up over TorchRec", "speedup", "x", 2, "speedup", lambda m: m["speedup"])
-# What a pipeline exposes of its lookups is the hand-over between the two buffers, stage S, in the simulator's
-# published profiles the whole of ``update``.
+# What a pipeline exposes of its lookups is the hand-over between the two buffers, stage S. In the simulator's published
+# profiles this is all of ``update``.
 LOOKUP = Metric(
     "exposed lookup", "lookup", "ms", 2, "exposed_lookup_ms", lambda m: m["exposed_lookup_ms"] + m["update_ms"]
 )
-#: Table II and Table IV call it differently.
+#: Tables II and IV have different names for it.
 COMMUNICATION = Metric(
     "exposed communication", "comm", "ms", 2, "exposed_communication_ms", lambda m: m["exposed_communication_ms"]
 )
@@ -64,7 +64,7 @@ SCALING = Metric("scaling efficiency", "scaling", "%", 2, "scaling", lambda m: m
 def simulated_cells(
     records: Sequence[Record], metrics: Sequence[Metric], base_workers: int | None = None
 ) -> pd.DataFrame:
-    """A row per record and metric: means over the steps, speed-up over serial, efficiency against ``base_workers``."""
+    """One row per record and metric: means over steps, speed-up over serial, efficiency against ``base_workers``."""
     rows = []
     kept = [r for r in records if r.kind == "simulated"]
     means = {(r.workers, r.method): {name: float(np.mean(v)) for name, v in r.metrics.items() if len(v)} for r in kept}
@@ -142,7 +142,7 @@ def _scaling(qps: pd.DataFrame, base_workers: int) -> pd.DataFrame:
 
 
 def joined(*cells: pd.DataFrame) -> pd.DataFrame:
-    """All rows of cells of several kinds."""
+    """The rows of several frames of cells as one frame."""
     filled = [frame.dropna(axis=1, how="all") for frame in cells if len(frame)]
     return pd.concat(filled, ignore_index=True).reindex(columns=_CELLS)
 
@@ -174,8 +174,8 @@ def compared(cells: pd.DataFrame, metrics: Sequence[Metric], workers: bool = Fal
 def side_by_side(
     name: str, title: str, caption: str, cells: pd.DataFrame, metrics: Sequence[Metric], workers: bool = False
 ) -> Table:
-    """``compared`` cells as a table: a row per metric (and number of workers) and method; published, simulated, error,
-    then a column per measured setting. No column mixes kinds."""
+    """``compared`` cells as a table: one row per metric (and number of workers) and method. Columns: published,
+    simulated, error, then one per measured setting. No column mixes kinds."""
     digits = {metric.title: metric.digits for metric in metrics}
     conditions = list(dict.fromkeys(cells.loc[cells["kind"] == "measured", "conditions"].sort_values()))
     kinds = set(cells["kind"])
@@ -208,7 +208,7 @@ def rendered(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _one(cells: pd.DataFrame, digits: int) -> str:
-    """A cell as it is shown: value, spread if any, mark of a published number that is not the paper's own."""
+    """A cell as it is shown: value, spread if any, and mark if the published number is not the paper's own."""
     if cells.empty:
         return NOTHING
     cell = cells.iloc[0]
@@ -226,7 +226,7 @@ def shown(value: float, digits: int) -> str:
 
 
 def mismatches(title: str, cells: pd.DataFrame, why: Callable[[str, str], str]) -> list[Mismatch]:
-    """Of the ``compared`` cells of table ``title``, simulated ones that are off by more than TOLERANCE_PCT and the
+    """The simulated ones among the ``compared`` cells of table ``title`` whose error exceeds TOLERANCE_PCT plus the
     rounding of the published number. ``why``: (metric, method) -> the reason."""
     far = cells[cells["error_pct"].abs() > TOLERANCE_PCT + cells["floor_pct"].fillna(0)]
     result = []

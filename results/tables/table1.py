@@ -1,18 +1,19 @@
-"""Table I: which family of methods does what, every cell is derived, and compared with the printed one.
+"""Table I: which family of methods does what. Every cell is derived and compared with the printed one.
 
 The rules and thresholds below were written down before any derived cell was looked at, and are in the caption:
 
 * lookup, communication: "yes" if the method exposes at most ``KEPT`` of what its base exposes in the same session.
-  The base is the same system without the method: ``serial`` for what this engine runs, real ``torchrec`` for what is
-  real TorchRec. Medians over steps, paced runs if there are any.
-* consistency: "yes" if the checker finds nothing in the declared schedule, marks included. A run must agree: the
-  losses of the method against ``serial`` of the session differ by at most ``SAME_LOSS``, relatively, if and only if so
-  (weights against serial(N): ``test_methods_equal.py``). Only ``SAME_LOSS`` was changed after a trial: at
-  1e-3, seven steps of bf16 (3e-4) passed as the same, while synchronous methods differ by 5e-8.
-* scalability: "yes" if QPS per worker at the most workers is at least ``EFFICIENT`` of that at the fewest:
-  simulated from 128 to 1,536 workers if the simulator has the method, else measured; the evidence says which.
+  The base is the same system without the method: ``serial`` for what this engine runs, real ``torchrec`` for what
+  TorchRec runs. The values are medians over steps, of paced runs if there are any.
+* consistency: "yes" if the checker finds nothing in the declared schedule, marks included. A run must agree:
+  the relative difference between the losses of the method and of ``serial`` in the same session is at most
+  ``SAME_LOSS`` if and only if the cell is "yes". (``test_methods_equal.py`` compares weights with serial(N).) Only
+  ``SAME_LOSS`` was changed after a trial. At 1e-3, seven steps of bf16 passed as equal (they differ by 3e-4), while
+  synchronous methods differ by 5e-8.
+* scalability: "yes" if QPS per worker on the most workers is at least ``EFFICIENT`` times that on the fewest. It
+  is simulated from 128 to 1,536 workers if the simulator has the method, else measured. The evidence says which.
 * orthogonal to NestPipe: "yes" if NestPipe combined with the family's representative has run and still has "yes"
-  for lookup and communication against ``serial``. If there can be no combination, the evidence says why.
+  for lookup and communication against ``serial``. If no combination is possible, the evidence says why.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ COLUMNS = ("lookup", "communication", "consistency", "scalability", "orthogonal 
 
 @dataclass(frozen=True)
 class Family:
-    """``method``: who stands for it; ``printed``: the paper's cells, in the order of COLUMNS; ``combined``: the method
-    that is NestPipe with it (``clustered``: with sample clustering on), else ``alone`` says why there is none."""
+    """``method``: its representative. ``printed``: the paper's cells in the order of COLUMNS. ``combined``: the method
+    that combines NestPipe with it (``clustered``: with sample clustering on). If None, ``alone`` says why."""
 
     title: str
     method: str
@@ -70,8 +71,8 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class DerivedCell:
-    """``derived``: yes, no, or - if there is no evidence; ``evidence``: what it rests on, in a sentence;
-    ``contradicted``: a run says otherwise."""
+    """``derived``: yes, no, or - if there is no evidence. ``evidence``: a sentence that says what it rests on.
+    ``contradicted``: whether a run says otherwise."""
 
     derived: str
     evidence: str
@@ -79,7 +80,7 @@ class DerivedCell:
 
 
 def table1(sources: Sources) -> Artefact:
-    """Every cell with its evidence; a mismatch for each that differs from the printed one or contradicts a run."""
+    """Every cell with its evidence, and a mismatch for each that differs from the printed one or contradicts a run."""
     records = sources.measured(TWO, FOUR)
     simulated = sources.of(NPU)
     shown, evidence, mismatches = [], [], []
@@ -93,10 +94,11 @@ def table1(sources: Sources) -> Artefact:
                 what = f"{family.title}, {column}: derived {cell.derived}, printed {printed}"
                 mismatches.append(Mismatch("Table I", what, f"{cell.evidence}. {why}"))
             if cell.contradicted:
-                mismatches.append(Mismatch("Table I", f"{family.title}: checker and run disagree", cell.evidence))
+                mismatches.append(Mismatch("Table I", f"{family.title}: the checker and a run disagree", cell.evidence))
     caption = (
-        f"Derived (printed where it differs). Thresholds, set beforehand: exposed at most {KEPT:.0%} of the base's; "
-        f"losses within {SAME_LOSS:g}; QPS per worker at least {EFFICIENT:.0%}. -: no evidence here."
+        f"Derived (and printed, if it differs). The thresholds were set beforehand: at most {KEPT:.0%} of what the "
+        f"base exposes; losses within {SAME_LOSS:g}; at least {EFFICIENT:.0%} of the QPS per worker. "
+        "A dash: no evidence here."
     )
     long = pd.DataFrame(evidence, columns=["family", "property", "derived", "printed", "evidence"])
     main = pd.DataFrame(shown, columns=["family", "represented by", *COLUMNS])
@@ -134,7 +136,7 @@ def _base_of(method: str) -> str:
 
 
 def _pairs(method: str, of: str, with_clustering: bool, records: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """(record of ``method``, record of its base ``of``) in one setting; paced ones and more workers first."""
+    """(record of ``method``, record of its base ``of``) in one setting. Paced ones and more workers come first."""
     found = [
         (one, base)
         for one in records
@@ -174,7 +176,7 @@ def _consistency(method: str, records: Sequence[Record]) -> DerivedCell:
 
 
 def _losses_say(method: str, differs: bool, records: Sequence[Record]) -> tuple[str, bool]:
-    """What a run next to serial says of the losses, and whether it contradicts that they differ (or do not)."""
+    """What a run in serial's setting says about the losses, and whether that contradicts ``differs``."""
     for record, base in _pairs(method, "serial", False, records):
         count = min(len(record.losses), len(base.losses))
         if not count:

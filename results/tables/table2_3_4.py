@@ -32,15 +32,15 @@ from results.tables.side_by_side import (
 )
 
 _READ = (
-    "Error: simulated against published; rounding: half a unit of the last printed digit. [N]: from public notes on "
-    "the paper, not printed in it. Measured: medians over steps, in brackets the quartiles (speed-ups: the range over "
-    "interleaved rounds), means over ranks."
+    "Error: simulated against published. Rounding: half a unit of the last printed digit. [N]: from public notes on "
+    "the paper, not printed in it. Measured: medians over steps, with quartiles in brackets (for speed-ups, the range "
+    "over interleaved rounds), and means over ranks."
 )
 _SCALE = (
-    "Measured milliseconds belong to small models on this machine's processes, not to the paper's clusters: only "
-    "ratios can be compared. TorchRec (serial) is what the paper's numbers call TorchRec: nothing hidden; real "
-    "torchrec hides key routing already. Real torchrec exchanges by gloo's all_to_all_single, which runs nearly "
-    "half-duplex over shaped links; the engine's exchange posts its receives first and does not."
+    "Measured milliseconds are of small models in processes on this machine, not of the paper's clusters, so only "
+    "ratios can be compared. TorchRec (serial) is what the paper's numbers call TorchRec, and hides nothing; real "
+    "torchrec already hides key routing. Real torchrec exchanges through gloo's all_to_all_single, which is nearly "
+    "half-duplex over shaped links. The engine's exchange is not, because it posts its receives first."
 )
 
 
@@ -62,9 +62,9 @@ def table2(sources: Sources) -> Artefact:
     main = side_by_side(
         "table2",
         "Table II, NPU cluster, 1,536 workers",
-        f"Simulated: profile npu-1536-industrial. {_READ} {_SCALE} Lookup of published and simulated pipelines holds "
-        "the hand-over between buffers, measured lookup does not (it is part of the update). Measured NestPipe runs "
-        "without clustering unless the row says so; the paper's has it.",
+        f"Simulated: profile npu-1536-industrial. {_READ} {_SCALE} The lookup of published and simulated pipelines "
+        "includes the hand-over between buffers. Measured lookup does not: there, it is part of the update. Measured "
+        "NestPipe runs without clustering unless the row says so; the paper's NestPipe has clustering.",
         cells,
         metrics,
     )
@@ -110,7 +110,7 @@ def table3(sources: Sources) -> Artefact:
     main = side_by_side(
         "table3",
         "Table III, NPU cluster",
-        f"Scaling efficiency: QPS per worker against 128 workers. {_READ}",
+        f"Scaling efficiency: QPS per worker relative to 128 workers. {_READ}",
         cells,
         metrics,
         workers=True,
@@ -122,7 +122,7 @@ def table3(sources: Sources) -> Artefact:
             side_by_side(
                 "table3-measured",
                 "Table III on this machine",
-                f"Real processes; scaling efficiency against 2 workers. {_READ} {_SCALE}",
+                f"Real processes. Scaling efficiency is relative to 2 workers. {_READ} {_SCALE}",
                 compared(local, metrics, workers=True),
                 metrics,
                 workers=True,
@@ -155,7 +155,7 @@ def table4(sources: Sources) -> Artefact:
         "table4",
         "Table IV, NPU cluster, 1,536 workers",
         f"Simulated: profile npu-1536-industrial, 4 replica groups. {_READ} {_SCALE} Measured: 4 ranks in 2 replica "
-        "groups; their scaling is in Table III on this machine, for the methods that 2 ranks can run.",
+        'groups. The table "Table III on this machine" has their scaling, for the methods that 2 ranks can run.',
         cells,
         metrics,
     )

@@ -1,4 +1,4 @@
-"""The plan: what is run for which table and figure, and what the documents and suites say of it."""
+"""The plan: what is run for which table and figure, and what the documents and suites say about it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 
 
 def test_every_measured_method_is_in_a_suite():
-    """So that tables from a benchmark file are those from the stores: no record is in the stores alone."""
+    """So tables from a benchmark file equal those from the stores: no record is only in the stores."""
     marks = [
         mark
         for path in sorted((ROOT / "suites").glob("test_rq*.py"))
@@ -68,7 +68,7 @@ def test_the_printed_command_gives_the_configuration_of_the_plan(name, monkeypat
     assert seen == list(wanted)
 
 
-#: Records of one's own: no part of the plan makes them.
+#: The user's own records, which no part of the plan makes.
 OWN = "records"
 
 
@@ -79,7 +79,7 @@ def test_every_table_and_figure_has_a_part_that_feeds_it_and_every_part_feeds_on
 
 @pytest.mark.parametrize("name", [name for name in ARTEFACTS if name != OWN])
 def test_every_table_and_figure_has_a_section_in_the_guide(name):
-    """With the command that makes it and the parts that feed it."""
+    """The section has the command that makes it and the parts that feed it."""
     sections = (ROOT / "REPRODUCE.md").read_text(encoding="utf-8").split("\n### ")[1:]
     (section,) = [text for text in sections if f"Command: `nestpipe reproduce --only {name}`" in text]
     listed = re.search(r"; parts?: ((?:`[a-z0-9-]+`(?:, )?)+)", section)

@@ -1,4 +1,4 @@
-"""report.html: complete, self-contained, and what a browser makes of it."""
+"""report.html is complete and self-contained, and a browser shows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.made_records import measured, session
 from tests.support.paths import ROOT
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-#: Alone on this machine, with nothing to fetch.
+#: No window, and no traffic in the background.
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -27,7 +27,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Records as of a whole run, and the report made of them by the command line."""
+    """Records like those of a whole run, and the report that the command line makes from them."""
     folder = tmp_path_factory.mktemp("out")
     sweep = SimulateConfig(methods="serial,nestpipe", workers="1536")
     parts = {
@@ -63,7 +63,7 @@ def _with(config, **changes):
 
 
 class Page(HTMLParser):
-    """Tags and attributes of a page; fails where tags are not closed."""
+    """Tags and attributes of a page; fails if tags are not closed."""
 
     VOID = ("meta", "br", "img", "link")
 
@@ -117,7 +117,7 @@ def test_a_hostile_name_is_only_text(folder, tmp_path):
     assert "<script>" not in text and "&lt;script&gt;" in text
 
 
-def test_one_artefact_alone(folder, capsys):
+def test_only_one_artefact(folder, capsys):
     before = (folder / "report.html").stat().st_mtime_ns
     assert main(["report", "--folder", str(folder), "--only", "table4"]) == 0
     out = capsys.readouterr().out

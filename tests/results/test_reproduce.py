@@ -1,4 +1,4 @@
-"""Running the plan: what is finished is kept, and the suites' claims fail when a feature is off."""
+"""Running the plan: finished runs are kept, and the suites' claims fail when a feature is off."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.made_records import measured, session
 
 
 class MadeRuns:
-    """Runs that would have been started, each answered by a made record."""
+    """Collects the runs that would have been started, and answers each with a made record."""
 
     def __init__(self) -> None:
         self.started = []
@@ -59,11 +59,11 @@ def test_finished_runs_are_kept_and_an_interrupted_part_resumes(tmp_path):
     assert run_part(first, tmp_path, runner=made.runner).measured == len(part.runs[0].method_names)
     assert len(made.started) == 1
     whole = run_part(part, tmp_path, runner=made.runner)
-    assert len(made.started) == len(part.runs), "only the runs that were not there"
+    assert len(made.started) == len(part.runs), "only the missing runs"
     again = run_part(part, tmp_path, runner=made.runner)
     assert len(made.started) == len(part.runs) and again.measured == 0
     assert {r.key for r in again.records} == {r.key for r in whole.records}
-    # A method that is lacking costs its whole run: methods are compared within a run.
+    # If one method is missing, its whole run is repeated: methods are compared within a run.
     next((tmp_path / "records" / "four-hosts").glob("measured-nestpipe-*.json")).unlink()
     run_part(part, tmp_path, runner=made.runner)
     assert len(made.started) == len(part.runs) + 1
@@ -71,7 +71,7 @@ def test_finished_runs_are_kept_and_an_interrupted_part_resumes(tmp_path):
     assert len(made.started) == 2 * len(part.runs) + 1
 
 
-def test_without_shaped_hosts_loopback_is_measured_and_said(tmp_path):
+def test_without_shaped_hosts_loopback_is_measured_and_a_note_says_so(tmp_path):
     made = MadeRuns()
     made.no_hosts = True
     part = find_part("micro-batches", Options())
@@ -80,7 +80,7 @@ def test_without_shaped_hosts_loopback_is_measured_and_said(tmp_path):
     assert done.notes == ("no namespaces here; measured on loopback instead: links are not shaped",)
     assert [c.testbed for c in made.started] == ["netns:200mbit,1ms", "loopback", "loopback"]
     run_part(part, tmp_path, runner=made.runner)
-    assert len(made.started) == 4, "the testbed is tried again, finished runs are not"
+    assert len(made.started) == 4, "the testbed is tried again, finished runs are kept"
 
 
 def test_the_command_runs_parts_and_reports(tmp_path, capsys):
@@ -98,7 +98,7 @@ def test_the_command_runs_parts_and_reports(tmp_path, capsys):
 
 
 def test_a_tiny_report_says_so_whoever_renders_it(tmp_path):
-    """On the face of the page, and in every table that holds measured numbers."""
+    """It says so at the top of the page and in every table that has measured numbers."""
     for name in ("simulated-micro-batches", "micro-batches"):
         run_part(find_part(name, Options(size="tiny")), tmp_path, runner=MadeRuns().runner)
     assert cli.main(["report", "--folder", str(tmp_path)]) == 0
@@ -178,7 +178,7 @@ def test_store_writes_what_the_plan_finds(tmp_path):
 
 
 def test_a_stored_timeline_shows_two_usual_steps(tmp_path):
-    """Of two rounds of three steps: neither the slow first step nor the outlier."""
+    """There are two rounds of three steps. Neither the slow first step nor the outlier is shown."""
     took = [20.0, 10.0, 10.0, 10.0, 90.0, 10.0]
     record = measured("nestpipe", took)
     ends = np.zeros(max(record.steps) + 1)

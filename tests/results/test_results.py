@@ -1,4 +1,4 @@
-"""From records to tables: what is compared with what, and that nothing but the set of records matters."""
+"""From records to tables: what is compared with what, and that only the set of records matters."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_a_foreign_schema_is_refused_with_a_message_and_a_half_written_record_na
     assert len(make("table2", sources).tables[0].frame) > 20
 
 
-def test_two_settings_that_read_alike_stand_in_columns_of_their_own(folder):
-    """As where ``--size tiny`` and full runs share a folder: the conditions in words are the same."""
+def test_two_settings_that_read_alike_have_separate_columns(folder):
+    """For example, ``--size tiny`` and full runs share a folder: their conditions in words are the same."""
     for record in session(embedding_dim=17):
         Store(folder / "records" / "two-hosts").write(record)
     sources = sources_from(folder)
@@ -102,7 +102,7 @@ def test_two_settings_that_read_alike_stand_in_columns_of_their_own(folder):
     assert any("embedding_dim 17" in title for title in titles) and any("embedding_dim 128" in t for t in titles)
 
 
-def test_records_that_are_nowhere_are_an_error(folder):
+def test_missing_records_are_an_error(folder):
     with pytest.raises(RecordError, match=r"nowhere: no such folder or file; correct --records"):
         sources_from(folder, folder / "nowhere")
 
@@ -139,7 +139,7 @@ def test_every_printed_number_is_in_a_table(folder):
         wanted = printed[(printed["where"] == where) & (printed["mark"] == "T")]["value"]
         cells = pd.concat([table.cells for table in make(name, sources).tables])
         assert set(wanted) <= set(cells.loc[cells["kind"] == "published", "value"])
-        # The GPU row of Table II stands for TorchRec; every printed cell has a simulated one beside it.
+        # The GPU row of Table II is for TorchRec. Every printed cell has a simulated one next to it.
         main = make(name, sources).tables[0].frame
         assert (main.loc[main["published"] != NOTHING, "simulated"] != NOTHING).all()
 
@@ -165,7 +165,7 @@ def test_ratios_are_within_a_session_and_a_round():
 
 
 def test_scaling_is_within_a_family_of_settings(folder):
-    """A run of another size on one number of ranks only changes nothing for the others, and gets no efficiency."""
+    """A run of another size on only one number of ranks changes nothing for the others, and gets no efficiency."""
 
     def scaling(label):
         (table,) = [t for t in make("table3", sources_from(folder)).tables if t.name == "table3-measured"]
@@ -180,14 +180,14 @@ def test_scaling_is_within_a_family_of_settings(folder):
 
 
 def test_methods_are_told_by_name_not_by_label(folder):
-    """A method of somebody's own that is called like the label of another is no part of that other's row."""
+    """A user's method whose name is the label of another method is not part of that method's row."""
     for record in (measured("NestPipe", [50.0] * 6), measured("TorchRec (serial)", [1.0] * 6)):
         Store(folder / "records" / "two-hosts").write(record)
     gains = ratios(sources_from(folder).steps("two-hosts"), "serial")
     assert gains[gains["method"] == "nestpipe"]["value"].tolist() == pytest.approx([1.5, 1.5])
 
 
-def test_clustering_is_a_rung_of_its_own(folder):
+def test_clustering_is_a_separate_rung(folder):
     store = Store(folder / "records" / "two-hosts")
     for record in (
         measured("serial", [300.0] * 6, clustering=True),
@@ -215,22 +215,22 @@ def test_frames_are_made_once_for_the_same_records(folder):
     assert other.of("two-hosts") == () and other.steps("two-hosts").empty
 
 
-def test_what_the_paper_contradicts_itself_in():
+def test_contradictions_in_the_paper_are_found():
     found = {m.what.split(":")[0] for m in paper_inconsistencies(published_frame(load_published()))}
     assert "UniEmb, 1,536 workers" in found and "NestPipe+2D-SP" in found
 
 
-def test_nothing_to_show_is_said_not_raised(tmp_path):
+def test_nothing_to_show_raises_no_error(tmp_path):
     sources = Sources({}, tuple(load_published()), tmp_path)
     for name in ARTEFACTS:
         artefact = make(name, sources)
         assert artefact.name == name
     assert make("table2", sources).missing == ("two-hosts", "simulated", "simulated-gpu")
-    with pytest.raises(UnknownArtefact, match=r"no table or figure 'table9': one of .*table2"):
+    with pytest.raises(UnknownArtefact, match=r"no table or figure 'table9'; choose one of .*table2"):
         make("table9", sources)
 
 
-def test_a_file_that_is_no_benchmark_is_refused(tmp_path):
+def test_a_file_that_is_not_a_benchmark_is_refused(tmp_path):
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(RecordError, match="holds no records"):
         read_parts(tmp_path / "x.json")
@@ -248,8 +248,8 @@ def test_tables_from_benchmark_json_equal_those_from_the_store(folder, tmp_path)
     assert files(sources_from(folder, path), tmp_path / "a") == files(sources, tmp_path / "b")
 
 
-def test_records_of_ones_own_have_a_table(tmp_path):
-    """A store by itself, a folder of stores and the files of run and simulate --json; the plan's records stay out."""
+def test_the_users_own_records_have_a_table(tmp_path):
+    """A single store, a folder of stores, and files from run and simulate --json. The plan's records are left out."""
     records = [measured("serial", [4.0, 5.0, 6.0]), measured("nestpipe", [2.0, 2.5, 3.0])]
     for record in records:
         Store(tmp_path / "all" / "mine").write(record)

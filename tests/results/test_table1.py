@@ -67,7 +67,7 @@ def test_a_run_that_contradicts_the_checker_is_a_mismatch() -> None:
     assert sum("disagree" in m.what for m in mismatches) == 2
 
 
-def test_scalability_is_simulated_where_it_can_be_and_measured_else() -> None:
+def test_scalability_is_simulated_if_possible_and_measured_otherwise() -> None:
     simulated = [record("nestpipe", qps=q, workers=n, kind="simulated") for n, q in ((128, 100.0), (1536, 94.0))]
     low = 100.0 * EFFICIENT - 0.1
     measured = [record("nestpipe", workers=n, qps=1.0 / n) for n in (2, 4)]
@@ -82,7 +82,7 @@ def test_scalability_is_simulated_where_it_can_be_and_measured_else() -> None:
     assert cells["uniemb", "scalability"][0] == "-"
 
 
-def test_sample_clustering_stands_for_scheduling() -> None:
+def test_sample_clustering_represents_scheduling() -> None:
     measured = [record("serial"), record("nestpipe", communication=9.0), record("nestpipe", 0.0, 1.0, clustering=True)]
     cells, _ = derived(measured)
     assert cells["torchrec-planner", "orthogonal to NestPipe"][0] == "yes"

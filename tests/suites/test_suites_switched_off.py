@@ -30,10 +30,10 @@ def failures(tests: str, **environment: str) -> tuple[list[str], str]:
 @pytest.mark.parametrize(
     ("off", "tests", "reason"),
     [
-        ("dbp-only=serial", "suites/test_rq1_efficiency.py test_the_ladder", "ms lookup are exposed"),
-        ("nestpipe=fwp-only", "suites/test_rq1_efficiency.py test_the_ladder", "ms lookup are exposed"),
-        # Not dbp-only for nestpipe: its All2All hides behind the dense AllReduce, up to half of it on these tiny runs.
-        ("fwp-only=serial", "suites/test_rq1_efficiency.py test_the_ladder", "ms communication are exposed"),
+        ("dbp-only=serial", "suites/test_rq1_efficiency.py test_the_ladder", "ms of lookup are exposed"),
+        ("nestpipe=fwp-only", "suites/test_rq1_efficiency.py test_the_ladder", "ms of lookup are exposed"),
+        # Not dbp-only for nestpipe: up to half of its All2All hides behind the dense AllReduce in these tiny runs.
+        ("fwp-only=serial", "suites/test_rq1_efficiency.py test_the_ladder", "ms of communication are exposed"),
         ("clustering", "suites/test_rq1_efficiency.py test_the_ladder", "bytes"),
         ("torchrec-dedup=torchrec", "suites/test_rq1_efficiency.py test_index_deduplication", "bytes"),
         ("nestpipe=uniemb", "suites/test_rq2_consistency.py test_nestpipe_is_synchronous_bit_for_bit", "losses differ"),
