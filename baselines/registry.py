@@ -66,10 +66,13 @@ TORCHREC = Method(
     reshards=False,
     needs=("torchrec",),
     cannot_train=_fbgemm_cannot_train,
+    remark="torchrec is TrainPipelineSparseDist, which hides key routing. The paper's TorchRec hides nothing and is "
+    "called serial here.",
 )
 TORCHREC_PLANNER = replace(
     TORCHREC,
     name="torchrec-planner",
+    remark="",
     summary="real TorchRec, tables sharded as its planner chooses (row-wise or table-wise)",
     make_schedule=lambda _, options: torchrec_schedule("torchrec-planner"),
     make_trainer=partial(_torchrec_trainer, planner=True),
@@ -79,6 +82,7 @@ TORCHREC_PLANNER = replace(
 TORCHREC_BF16 = replace(
     TORCHREC,
     name="torchrec-bf16",
+    remark="",
     summary="real TorchRec with embeddings and gradients quantised to bfloat16 on the wire (QCommsConfig)",
     make_schedule=lambda _, options: marked(torchrec_schedule("torchrec-bf16"), "EG", "lossy"),
     make_trainer=partial(_torchrec_trainer, bf16=True),
@@ -87,6 +91,7 @@ TORCHREC_BF16 = replace(
 TORCHREC_DEDUP = replace(
     TORCHREC,
     name="torchrec-dedup",
+    remark="",
     summary="real TorchRec with index deduplication; on a CPU by our own kernel, because fbgemm has none",
     make_schedule=lambda _, options: torchrec_schedule("torchrec-dedup"),
     make_trainer=partial(_torchrec_trainer, dedup=True),
@@ -96,6 +101,7 @@ TORCHREC_DEDUP = replace(
 TWO_D_SP = replace(
     TORCHREC,
     name="2d-sp",
+    remark="",
     summary="real TorchRec's DMPCollection: tables sharded in replica groups, replicas averaged (--replica-groups)",
     make_schedule=two_d_sp,
     make_trainer=_two_d_sp_trainer,

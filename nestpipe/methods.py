@@ -87,6 +87,8 @@ class Method:
     """Why the cost model cannot price it; empty if it can."""
     cannot_train: Callable[[int, str], str] | None = None
     """(embedding dim, sparse optimizer) -> why it cannot train those, empty if it can."""
+    remark: str = ""
+    """What a reader of its numbers should know if ``base`` is not among them, in one sentence."""
     options: MethodOptions = MethodOptions()
 
     def with_options(self, options: MethodOptions) -> Method:

@@ -15,6 +15,7 @@ from rich.table import Table
 from nestpipe.commands.terminal import short_count, short_ms, wide_console
 from nestpipe.machine.files import write_atomically
 from nestpipe.measurement.record import Record, Store
+from nestpipe.methods import find_method, known_methods
 from nestpipe.simulator.scenario import SimulateConfig, scaling, simulate
 
 
@@ -34,12 +35,10 @@ def main(arguments: Sequence[str]) -> int:
     records = simulate(command.scenario)
     out = wide_console()
     out.print(table(records))
-    names = {record.method for record in records}
-    if "torchrec" in names and "serial" not in names:
-        print(
-            "- torchrec is TrainPipelineSparseDist, which hides key routing. The paper's TorchRec hides nothing and is "
-            "called serial here."
-        )
+    names = dict.fromkeys(record.method for record in records)
+    for method in (find_method(name) for name in names if name in known_methods()):
+        if method.remark and method.base not in names:
+            print(f"- {method.remark}")
     for note in records[0].notes:
         out.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
     if command.json:

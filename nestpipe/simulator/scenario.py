@@ -13,7 +13,7 @@ from nestpipe.config import names_in
 from nestpipe.measurement.exposed_time import StepTimes
 from nestpipe.measurement.provenance import provenance
 from nestpipe.measurement.record import Record, metrics_from_times
-from nestpipe.methods import Method, UnknownMethod, find_method, known_methods, method_from_file
+from nestpipe.methods import SERIAL, Method, UnknownMethod, find_method, known_methods, method_from_file
 from nestpipe.simulator.cost import Cluster, ClusterError, cluster_of
 from nestpipe.simulator.key_statistics import unclustered
 from nestpipe.simulator.profile import Profile, load_profile, resized
@@ -172,7 +172,7 @@ def simulate(config: SimulateConfig) -> list[Record]:
     for (workers, method), cluster in clusters.items():
         stages = method_seconds(method, cluster, setting.workload, setting.micro_batches)
         times = simulate_steps(method, cluster, stages, setting.micro_batches, config.steps, config.noise, config.seed)
-        if method.name == "serial":
+        if method.name == SERIAL.name:
             serial[workers] = times
         records.append(_record(setting, config, method, cluster, stages, times, serial.get(workers), origin))
     return records

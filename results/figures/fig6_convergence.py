@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from scipy import stats
 
+from nestpipe.methods import SERIAL
 from nestpipe.training.convergence import ULP, Curve
 from results.artefacts import Artefact, Table
 from results.figures.style import COLOURS, figure, marker, picture
@@ -201,7 +202,7 @@ def _against_serial(by: Mapping[str, Mapping[int, Curve]]) -> str:
     """How NestPipe differs from serial with the same micro-batches, if both have run."""
     for name, runs in by.items():
         seeds = sorted(runs.keys() & by.get("nestpipe", {}).keys())
-        if name.startswith("serial(") and seeds:
+        if name != SERIAL.name and name.partition("(")[0] == SERIAL.name and seeds:
             mine = [by["nestpipe"][s] for s in seeds]
             losses = max(
                 float(np.abs(np.subtract(a.losses, runs[s].losses)).max()) for a, s in zip(mine, seeds, strict=True)
