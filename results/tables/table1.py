@@ -58,7 +58,7 @@ FAMILIES = (
         "asynchronous training",
         "uniemb",
         ("yes", "no", "no", "no", "no"),
-        alone="its prefetch reads before the update; NestPipe's is the same prefetch without that",
+        alone="its prefetch reads before the update; NestPipe's uses the same prefetch without that",
     ),
     Family("embedding compression", "torchrec-bf16", ("yes", "yes", "no", "no", "yes"), "nestpipe+bf16"),
     Family(
@@ -188,7 +188,7 @@ def _losses_say(method: str, differs: bool, records: Sequence[Record]) -> tuple[
         where = conditions_of(record)
         text = f"losses of {count} steps differ from serial's by at most {gap:.2g}{verdict} (measured, {where})"
         return text, contradicted
-    return "no run beside serial is recorded", False
+    return "no run next to serial is recorded", False
 
 
 def _scalability(method: str, records: Sequence[Record], simulated: Sequence[Record]) -> DerivedCell:
