@@ -105,7 +105,7 @@ def test_batches_of_any_type_survive_a_split():
     ("broken", "message"),
     [
         (lambda b: b.__setattr__("dense", torch.tensor(1.0)), r"batch\.dense is a tensor without a row per sample"),
-        (lambda b: b.__setattr__("dense", torch.zeros(3, 3)), r"differ in samples: .*batch\.dense 3"),
+        (lambda b: b.__setattr__("dense", torch.zeros(3, 3)), r"differ in their number of samples: .*batch\.dense 3"),
         (lambda b: b.__setattr__("name", object()), r"batch\.name is a object"),
         (lambda b: b.__setattr__("sparse", None), "has the key 'a'"),
     ],

@@ -22,7 +22,7 @@ def first():
 
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_the_exported_model_is_what_was_trained(device):
-    """Its loss on the next batch is what the next step says before it updates; training goes on undisturbed."""
+    """Its loss on the next batch is what the next step says before it updates; training continues undisturbed."""
     pipeline = NestPipeline(Clicks(bags(device)), sgd, SGD, micro_batches=2)
     source = iter([user_batch(8, n) for n in range(4)])
     for _ in range(3):
@@ -38,7 +38,7 @@ def test_the_exported_model_is_what_was_trained(device):
     pipeline.close()
 
 
-def test_the_model_is_not_to_be_called_beside_the_pipeline():
+def test_the_model_must_not_be_called_next_to_the_pipeline():
     model = Clicks(bags())
     pipeline = NestPipeline(model, sgd, SGD, micro_batches=2)
     pipeline.progress(iter([user_batch(8, 1)]))
@@ -56,7 +56,7 @@ def test_exporting_before_the_first_batch_says_so():
     ("options", "message"),
     [
         ({"dense_optimizer": torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)}, "function from parameters"),
-        ({"micro_batches": 0}, "micro_batches is 0, must be at least 1"),
+        ({"micro_batches": 0}, "micro_batches is 0; it must be at least 1"),
         ({"reduction": "max"}, "reduction 'max'"),
     ],
 )
@@ -69,7 +69,7 @@ def test_mistakes_in_the_constructor(options, message):
     ("model", "batches", "message"),
     [
         (lambda: Clicks(bags()), [user_batch(8, 1)], "takes an iterator"),
-        (lambda: Clicks(bags(weighted=True)), first(), "weighted, and the batch's"),
+        (lambda: Clicks(bags(weighted=True)), first(), "weighted, but the batch's"),
         (lambda: Clicks(bags(), loss=lambda s, y: (s - y).square()), first(), r"returned \d losses"),
         (lambda: Clicks(bags(), loss=lambda s, y: {"loss": s.mean()}), first(), r"its loss, or \(loss, anything\)"),
     ],
