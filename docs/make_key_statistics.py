@@ -1,7 +1,7 @@
-"""Measures nestpipe/simulator/workloads/kuairand27k.json again: `python docs/make_key_statistics.py [FILE]`.
+"""Measures nestpipe/simulator/workloads/kuairand27k.json again: ``python docs/make_key_statistics.py [FILE]``.
 
-The synthetic data at KuaiRand-27K's full size, routed by the router that training uses. It takes some minutes and
-3 GB. Without FILE the shipped statistics are replaced.
+It routes the synthetic data at KuaiRand-27K's full size with the router that training uses. This takes some minutes
+and 3 GB of memory. Without FILE it replaces the shipped statistics.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draws docs/pictures: `python docs/make_pictures.py`. Schedules run on virtual clocks; nothing is measured."""
+"""Draws docs/pictures: ``python docs/make_pictures.py``. Schedules run on virtual clocks; nothing is measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LANES = ("input", "copy", "keys", "rows", "all2all", "compute", "allreduce")
 
 
 def step_picture(path: Path) -> None:
-    """One step of serial above one step of NestPipe, on one time axis."""
+    """One step of serial training above one step of NestPipe, on the same time axis."""
     plt.rcParams.update({"svg.hashsalt": "nestpipe", "svg.fonttype": "none", "font.family": "sans-serif"})
     figure, panels = plt.subplots(2, 1, figsize=(9.6, 5.4), sharex=True, facecolor="white")
     for panel, schedule, title in zip(
@@ -43,12 +43,12 @@ def step_picture(path: Path) -> None:
         (serial(), nestpipe(4)),
         (
             "serial: every lookup and every exchange stops the compute lane",
-            "NestPipe: lookups of later batches and exchanges of other micro-batches run beside compute",
+            "NestPipe: lookups of later batches and exchanges of other micro-batches overlap compute",
         ),
         strict=True,
     ):
         _draw(panel, schedule, title)
-    panels[1].set_xlabel("time, in made-up units: both panels give the same time to the same work", fontsize=9)
+    panels[1].set_xlabel("time, in made-up units: the same work takes the same time in both panels", fontsize=9)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in NAMES]
     figure.legend(handles, NAMES.values(), loc="lower center", ncols=2, frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.12, 1, 1))
@@ -80,7 +80,7 @@ def _draw(panel: plt.Axes, schedule: Schedule, title: str) -> None:
 
 
 def _units(op: Op, micro_batches: int) -> float:
-    """Micro-batches share the time of a whole batch."""
+    """The time of one operation. Micro-batches share the time of a whole batch."""
     return op.stage.units / (micro_batches if op.stage.per_micro_batch else 1)
 
 

@@ -1,10 +1,11 @@
-"""A stream like Criteo's: 26 categorical features of one or more values, 13 dense ones and a click.
+"""A stream like Criteo's: 26 categorical features with one or more values each, 13 dense features, and a click.
 
-Table sizes are those of the Criteo Display Advertising Challenge (26 categorical columns), capped; keys
-follow a power law, as there. The click is drawn from a hidden linear score of the dense features and the keys,
-so that there is something to learn. Sample i is a function of (seed, i).
+Table sizes are those of the Criteo Display Advertising Challenge (26 categorical columns), capped. Keys follow a
+power law, as they do in Criteo's data. The click is drawn from a hidden linear score of the dense features and the
+keys, so that there is something to learn. Sample i is a function of (seed, i).
 
-For the DLRM examples: ``nestpipe run`` trains on user histories (``nestpipe.datasets.loader``), which this has not.
+The DLRM examples use it. ``nestpipe run`` cannot: it trains on user histories (``nestpipe.datasets.loader``), and
+this stream has none.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def criteo_tables(dim: int) -> tuple[TableConfig, ...]:
 def criteo_batches(
     batch_size: int, seed: int = 1, rank: int = 0, world_size: int = 1, batches: int | None = None, most_values: int = 1
 ) -> Iterator[Batch]:
-    """``batches`` batches (None: no end) of ``batch_size`` samples for ``rank``, 1 to ``most_values`` keys a feature.
+    """``batches`` batches (None: endless) for ``rank``, with 1 to ``most_values`` keys per feature and sample.
 
     ``extra``: ``dense`` float32 [samples, 13] in [0, 1) and ``label`` float32 [samples], 0 or 1.
     """

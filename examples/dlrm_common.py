@@ -1,4 +1,4 @@
-"""What a TorchRec user already has: torchrec's DLRM, its loss, batches and, for TorchRec, a sharding plan."""
+"""What a TorchRec user already has: torchrec's DLRM, its loss, batches, and a sharding plan for TorchRec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def dlrm() -> DLRMTrain:
-    """torchrec's DLRM, as it is, with 26 tables of at most ``ROWS`` rows, of which cat_0's and cat_1's are one."""
+    """torchrec's DLRM, unchanged, with 26 tables of at most ``ROWS`` rows."""
     tables = [
         EmbeddingBagConfig(
             num_embeddings=min(table.rows, ROWS), embedding_dim=DIM, name=table.name, feature_names=list(table.features)
@@ -47,7 +47,7 @@ def dlrm() -> DLRMTrain:
 
 
 def criteo(rank: int, world: int, batches: int, batch_size: int = 64) -> Iterator[Batch]:
-    """Torchrec batches of the Criteo-like stream, keys folded to ``ROWS`` rows."""
+    """torchrec batches of the Criteo-like stream, with keys taken modulo ``ROWS``."""
     for batch in criteo_batches(batch_size, 1, rank, world, batches, most_values=2):
         sparse = keyed_jagged_tensor({f: batch.sparse[f] for f in FEATURES})
         sparse.values().remainder_(ROWS)
@@ -67,9 +67,10 @@ def sharded_bags(model: nn.Module) -> ShardedEmbeddingBagCollection:
 
 
 def sharded(model: nn.Module, optimizer: SparseOptimizer) -> DistributedModelParallel:
-    """``model`` under DistributedModelParallel: tables row-wise, the fused kernel, which a CPU must be told.
+    """``model`` under DistributedModelParallel, with row-wise tables and the fused kernel, not a CPU's default.
 
-    Sharding draws the tables again; here they keep ``model``'s weights, so that both examples start alike.
+    Sharding initialises the tables again. Here they get ``model``'s weights, so that both examples start from the
+    same ones.
     """
     start = {name: bag.weight.detach().clone() for name, bag in bags_of(model).embedding_bags.items()}
     fused = {"optimizer": FUSED[optimizer.name], "learning_rate": optimizer.lr, "eps": optimizer.eps}

@@ -1,4 +1,4 @@
-"""NestPipe in a training loop of your own: one process, or `torchrun --nproc-per-node 2 examples/own_loop.py`."""
+"""NestPipe in your own training loop: in one process, or ``torchrun --nproc-per-node 2 examples/own_loop.py``."""
 
 import os
 
@@ -12,7 +12,10 @@ from nestpipe.trainer import ModelSpec, SparseOptimizer, TableConfig
 
 
 class Clicks(torch.nn.Module):
-    """Does a user click on an item? The trainer injects the embedding module; one loss per sample comes back."""
+    """Predicts whether a user clicks on an item. The trainer injects the embedding module.
+
+    ``forward`` returns one loss per sample.
+    """
 
     def __init__(self, embeddings: torch.nn.Module) -> None:
         super().__init__()
@@ -27,7 +30,7 @@ class Clicks(torch.nn.Module):
 
 
 def batches(rank: int, count: int = 50, samples: int = 256):
-    """Made-up clicks: a user likes the items whose number is even or odd as their own is."""
+    """Made-up clicks: users with even numbers like items with even numbers, and odd users like odd items."""
     draw = torch.Generator().manual_seed(rank)
     one_each = torch.ones(samples, dtype=torch.int64)
     for step in range(count):

@@ -1,6 +1,6 @@
-"""The interface of every training method, and the model it takes.
+"""The interface of every training method, and of the model that it trains.
 
-It follows TorchRec's train pipelines: ``progress`` takes the iterator of batches and runs one step.
+It follows TorchRec's train pipelines: ``progress`` takes an iterator of batches and runs one step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from nestpipe.measurement.trace import Span
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model, written once for every method.
+    """A model, written once for all methods.
 
-    ``build(embeddings)`` returns the module around an injected embedding module. The module maps a
-    batch to float32 losses [samples], one per sample; the trainer divides their sum by the samples
-    of the global batch. ``summed``: the module gives their sum, a scalar, instead. Its dense weights must
-    depend on the seed only.
+    ``build(embeddings)`` returns a module that uses an injected embedding module. It maps a batch to float32 losses
+    [samples], one per sample, and the trainer divides their sum by the number of samples in the global batch. Its
+    dense weights must depend only on the seed. ``summed``: the module returns the sum of the losses, a scalar,
+    instead.
     """
 
     tables: tuple[TableConfig, ...]
@@ -33,9 +33,10 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class SparseOptimizer:
-    """``sgd``, ``rowwise_adagrad`` or ``adam`` (the engine only); formulas: ``nestpipe.embedding.sparse_optimizers``.
+    """``sgd``, ``rowwise_adagrad``, or ``adam``, which only the engine has.
 
-    State per row, float32: none; one, the mean over the dim of squared gradients; 2 dim + 1.
+    The formulas are in ``nestpipe.embedding.sparse_optimizers``. State per row, float32: ``sgd`` none;
+    ``rowwise_adagrad`` one value, the sum of the mean squared gradients; ``adam`` 2 dim + 1 values.
     """
 
     name: str = "rowwise_adagrad"
@@ -46,14 +47,14 @@ class SparseOptimizer:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step of one rank gave.
+    """The result of one step on one rank.
 
-    ``loss``: this rank's share, sum of its per-sample losses / samples of the global batch; the
-    global loss is the sum over ranks. ``samples``: this rank's samples. ``embedding_bytes``: embedding
-    rows that this rank got from other ranks and gradient rows that it sent them in this step;
-    ``minimum_embedding_bytes``: the same had each distinct key travelled once per batch.
-    ``replica_bytes``: what this rank sent to keep replicas of the tables equal (2D-SP), as a ring sends it.
-    ``duplication_factor``: keys that travelled / distinct keys of the rank's batch.
+    ``loss``: this rank's share, the sum of its per-sample losses divided by the samples of the global batch. The
+    global loss is the sum over ranks. ``samples``: the number of this rank's samples. ``embedding_bytes``: embedding
+    rows that this rank received from other ranks and gradient rows that it sent to them in this step.
+    ``minimum_embedding_bytes``: the same if each distinct key were sent once per batch. ``duplication_factor``: keys
+    that this rank asked for, each once per micro-batch, divided by the distinct keys of its batch.
+    ``replica_bytes``: what this rank sent to keep replicas of the tables equal (2D-SP), in a ring collective.
     """
 
     step: int
@@ -73,11 +74,11 @@ class Trainer(Protocol):
 
     @property
     def trained(self) -> int:
-        """Batches trained; also the batch that comes next."""
+        """The number of batches trained, which is also the number of the next batch."""
         ...
 
     def progress(self, batches: Iterator[Batch]) -> StepResult:
-        """Run one step. Raises StopIteration once the data of all ranks has ended and no batch is in flight."""
+        """Run one step. Raises StopIteration when the data of all ranks has ended and no batch is in flight."""
         ...
 
     def take_spans(self) -> list[Span]:
@@ -85,7 +86,7 @@ class Trainer(Protocol):
         ...
 
     def table(self, name: str) -> Tensor:
-        """The whole table, float32 [rows, dim], on every rank. Collective, between steps; waits for work in flight."""
+        """The whole table, float32 [rows, dim], on every rank. Collective, between steps. Waits for work in flight."""
         ...
 
     def dense_state(self) -> Mapping[str, Tensor]:
@@ -97,17 +98,20 @@ class Trainer(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:
-        """End threads and process groups. Collective, unless an error is being handled (``finally``): then local."""
+        """End threads and process groups. Collective, but local while an error is being handled (in ``finally``)."""
         ...
 
 
 @runtime_checkable
 class Reshardable(Trainer, Protocol):
-    """A trainer whose checkpoint can be resumed with another number of ranks."""
+    """A trainer whose checkpoint can be resumed on a different number of ranks."""
 
     def resharded(self, states: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
-        """A state for ``load_state_dict`` on this rank, made from the ``states`` of all ranks of another number of
-        ranks; ``step``: the next step here. Raises ValueError if they fit their own number of ranks only."""
+        """A state for ``load_state_dict`` on this rank, made from the ``states`` of a different rank count.
+
+        ``states`` has one state for each of the old ranks. ``step``: the next step on the new ranks. Raises
+        ValueError if the states fit only the old number of ranks.
+        """
         ...
 
 

@@ -6,14 +6,12 @@ To add one, write ``function(Sources) -> Artefact`` and a line in ``ARTEFACTS``.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pandas as pd
 
-from nestpipe.measurement.record import Record
-from results.published import Published
+from results.sources import Sources
 
 #: name -> "module:function", in the order of the report. Imported when asked for.
 ARTEFACTS: Mapping[str, str] = {
@@ -29,45 +27,12 @@ ARTEFACTS: Mapping[str, str] = {
     "fig9": "results.figures.fig9_10_sizes:fig9",
     "fig10": "results.figures.fig9_10_sizes:fig10",
     "timeline": "results.figures.timeline:timeline",
-    "records": "results.tables.other_records:own",
+    "records": "results.tables.other_records:other_records",
 }
-
-
-#: Parts of the store: real processes here, and the two clusters of the paper on virtual clocks.
-TWO, FOUR, NPU, GPU = "two-hosts", "four-hosts", "simulated", "simulated-gpu"
 
 
 class UnknownArtefact(ValueError):
     """No table or figure of that name; the message lists the known ones."""
-
-
-@dataclass(frozen=True)
-class Sources:
-    """What artefacts are made from.
-
-    ``parts``: records by the name of the store they lie in (see ``results.experiments.plan``); ``folder``: where
-    stores, timelines and outputs lie; ``skipped``: a sentence for each file that is no record.
-    """
-
-    parts: Mapping[str, tuple[Record, ...]]
-    published: tuple[Published, ...]
-    folder: Path
-    skipped: tuple[str, ...] = ()
-
-    def of(self, *parts: str) -> list[Record]:
-        """The records of these parts, one per key, in an order that does not depend on how they were read."""
-        return distinct(record for part in parts for record in self.parts.get(part, ()))
-
-
-def distinct(records: Iterable[Record]) -> list[Record]:
-    """One record per key, sorted by it. Of two that differ, the one whose text sorts last."""
-    chosen: dict[str, tuple[str, Record]] = {}
-    for record in records:
-        entry = (repr(record), record)
-        key = record.key
-        if key not in chosen or chosen[key][0] < entry[0]:
-            chosen[key] = entry
-    return [chosen[key][1] for key in sorted(chosen)]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Published:
 
 
 def load_published(path: Path | None = None) -> list[Published]:
-    """All rows of ``path`` (default: the file beside this module). Raises PublishedError."""
+    """All rows of ``path`` (default: the file next to this module). Raises PublishedError."""
     path = path or Path(__file__).with_name("published.csv")
     names = [field.name for field in fields(Published)]
     try:

@@ -12,7 +12,11 @@ import pytest
 from nestpipe.measurement.record import Record
 from nestpipe.training.runs import RunConfig
 from results.experiments.plan import Options, find_part
-from results.experiments.run_part import run_part
+from results.experiments.run_part import RUNNER, Runner, run_part
+from suites.replay import about
+
+#: What runs the plan under the suites; a plugin can put another one into the configuration's stash.
+RUNNER_KEY = pytest.StashKey[Runner]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -96,7 +100,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     def run(part: str, i: int) -> dict[str, Record]:
         if (part, i) not in done:
             whole = find_part(part, options)
-            records = run_part(replace(whole, runs=(whole.runs[i],)), folder, again=True).records
+            one = replace(whole, runs=(whole.runs[i],))
+            records = run_part(one, folder, again=True, runner=config.stash.get(RUNNER_KEY, RUNNER)).records
             done[part, i] = {record.method: record for record in records}
         return done[part, i]
 
@@ -112,7 +117,8 @@ def simulated(
     folder = config.option.folder if config.option.benchmark else tmp_path_factory.mktemp("simulated")
 
     def run(part: str) -> list[Record]:
-        return list(run_part(find_part(part, options_of(config)), folder, again=True).records)
+        runner = config.stash.get(RUNNER_KEY, RUNNER)
+        return list(run_part(find_part(part, options_of(config)), folder, again=True, runner=runner).records)
 
     return run
 
@@ -130,7 +136,6 @@ def by_method_and_workers(records: list[Record]) -> dict[tuple[str, int], Record
 @pytest.fixture
 def simulate_part(simulated: Callable[[str], list[Record]], benchmark: Any) -> Callable[[str, str], list[Record]]:
     """Benchmark the simulation of a part itself: its records go along."""
-    from suites.replay import about
 
     def run(part: str, artefact: str) -> list[Record]:
         benchmark.group = f"{artefact}: simulation"

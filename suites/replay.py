@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from nestpipe.measurement.record import Record
-from results.frames.frames import describe, label_of
+from results.frames.labels import conditions_of, label_of, variant_of
 
 
 class Replay:
-    """``clock`` goes on by the next of ``durations`` (seconds) with every ``step``."""
+    """``clock`` advances by the next of ``durations`` (seconds) with every ``step``."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -40,8 +40,8 @@ replay = Replay()
 def play(benchmark: Any, artefact: str, part: str, record: Record) -> None:
     """Replay ``record``'s steps into ``benchmark``, grouped by artefact and conditions."""
     durations = [ms / 1e3 for ms in record.metrics["step_ms"]]
-    benchmark.group = f"{artefact}: {describe(record)}"
-    benchmark.extra_info.update(about([(part, record)]), method=record.method, row=label_of(record))
+    benchmark.group = f"{artefact}: {conditions_of(record)}"
+    benchmark.extra_info.update(about([(part, record)]), method=record.method, row=label_of(variant_of(record)))
     replay.load(durations)
     benchmark.pedantic(replay.step, rounds=len(durations), iterations=1)
 

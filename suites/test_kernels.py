@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,8 +52,6 @@ def sizes(pytestconfig: pytest.Config) -> Sizes:
 @pytest.fixture(scope="session")
 def bandwidth(sizes: Sizes) -> float:
     """Bytes per second, read and written, of a large copy on one thread."""
-    import time
-
     torch.set_num_threads(1)
     source = torch.rand(sizes.table * sizes.dim)
     target = torch.empty_like(source)
@@ -198,20 +197,15 @@ def _batch(keys: Tensor, sizes: Sizes) -> Batch:
 
 
 def _fbgemm(sizes: Sizes, weight: Tensor) -> Any:
-    pytest.importorskip("fbgemm_gpu")
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-        ComputeDevice,
-        SplitTableBatchedEmbeddingBagsCodegen,
-    )
-
-    lookup = SplitTableBatchedEmbeddingBagsCodegen(
-        [(sizes.table, sizes.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)],
-        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    configs = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
+    common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    training = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    lookup = training.SplitTableBatchedEmbeddingBagsCodegen(
+        [(sizes.table, sizes.dim, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)],
+        optimizer=configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=ADAGRAD.lr,
         eps=ADAGRAD.eps,
-        pooling_mode=PoolingMode.NONE,
+        pooling_mode=common.PoolingMode.NONE,
     )
     lookup.split_embedding_weights()[0].copy_(weight)
     return lookup

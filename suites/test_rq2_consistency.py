@@ -17,7 +17,8 @@ PART, ALL = "two-hosts", 0
 
 @pytest.mark.part(PART, methods=("serial(8)", "nestpipe"))
 @pytest.mark.benchmark(timer=replay.clock)
-def test_fig6_steps(point, record, benchmark):
+def test_fig6_steps(point, record, runs, benchmark):
+    claims.trains_alike(record, runs(point.part, point.run)["serial"], tolerance=1e-3)
     benchmark.extra_info["final_loss"] = record.losses[-1]
     play(benchmark, "fig6", PART, record)
 

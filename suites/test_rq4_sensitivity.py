@@ -10,7 +10,9 @@ import pytest
 from nestpipe.training.runs import RunConfig
 from results.experiments.plan import find_part
 from results.figures.fig9_10_sizes import one_dimension
-from results.frames.series import simulated_means
+from results.frames.frames import simulated_means
+from results.frames.labels import only
+from results.sources import distinct
 from suites import claims
 from suites.conftest import options_of
 from suites.replay import play, replay
@@ -59,7 +61,7 @@ def test_fig9_simulated(simulate_part):
 
 
 def test_fig10_simulated(simulate_part):
-    frame = simulated_means(simulate_part("simulated-sizes", "fig10"))
+    frame = simulated_means(distinct(simulate_part("simulated-sizes", "fig10")))  # the reference is in each sweep
     for name in ("embedding_dim", "dense_layers", "sequence_length"):
-        sweep = one_dimension(frame[frame["label"] == "TorchRec (serial)"], name).sort_values(name)
+        sweep = one_dimension(only(frame, "serial"), name).sort_values(name)
         assert len(sweep) == 3 and sweep["step_ms"].is_monotonic_increasing, f"a larger {name} takes longer"

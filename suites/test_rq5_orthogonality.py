@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from results.experiments.plan import FAMILIES
+from results.experiments.plan import TABLE1_METHODS
 from suites import claims
 from suites.conftest import by_method_and_workers
 from suites.replay import play, replay
 
 PART = "four-hosts"
 #: With the families of Table I, which NestPipe is combined with; the others are in RQ3.
-METHODS = ("2d-sp", "nestpipe+2d-sp", *FAMILIES)
+METHODS = ("2d-sp", "nestpipe+2d-sp", *TABLE1_METHODS)
 
 
 @pytest.mark.part(PART, methods=METHODS)

@@ -1,4 +1,4 @@
-"""Is an observed run one that a declared schedule allows? For pipelines that are not executed from a schedule."""
+"""Does a declared schedule allow an observed run? For pipelines that are not executed from a schedule."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from collections.abc import Sequence
 from nestpipe.measurement.trace import Span
 from nestpipe.schedule.operations import Op, Ref, Schedule
 
-#: (stage, stage inside which it may begin): DDP launches the AllReduce in mid-backward, bucket by bucket.
+#: (stage, stage during which it may begin): DDP starts the AllReduce during backward, bucket by bucket.
 INSIDE = (("A", "B"),)
 
 
 def violations(
     spans: Sequence[Span], schedule: Schedule, sometimes: str = "", stopped: bool = False, clock_ns: int = 0
 ) -> list[str]:
-    """Sentences on what one rank's ``spans`` show and ``schedule`` does not allow; empty if it allows the run.
+    """Sentences on what ``schedule`` does not allow in one rank's ``spans``; empty if it allows the run.
 
-    Every operation of every batch must have been seen, on its declared lane, must begin after the end of what it
-    is declared to wait for, and must begin after its predecessor on the lane began. A span may be a piece of an
-    operation. ``sometimes``: stages that a batch may lack (2D-SP's D, with an interval above 1). ``stopped``: the
-    run stopped before its data ended, so steps after that of the last O need not be whole. ``clock_ns``: times
-    may be wrong by as much. Batches are counted from the first one seen.
+    Every operation of every batch must have been seen on its declared lane. It must begin after the end of
+    everything that it is declared to wait for, and after its predecessor on the lane began. A span may be a piece
+    of an operation. Batches are counted from the first one seen.
+
+    ``sometimes``: stages that a batch may lack (2D-SP's D, with an interval above 1). ``stopped``: the run stopped
+    before its data ended, so steps after that of the last O may be incomplete. ``clock_ns``: the possible error of
+    the times, in nanoseconds.
     """
     seen: dict[Ref, tuple[int, int]] = {}
     lanes: dict[Ref, str] = {}
@@ -38,19 +40,19 @@ def violations(
         if op.ref not in seen:
             in_time = not stopped or op.ref.batch - schedule.places[op.ref.in_step()].offset <= last_step
             if in_time and op.ref.stage not in sometimes:
-                texts.append(f"{op.ref} is declared and was not seen")
+                texts.append(f"{op.ref} is declared but was not seen")
             continue
         start, _ = seen[op.ref]
         if lanes[op.ref] != op.lane:
-            texts.append(f"{op.ref} ran on lane {lanes[op.ref]}, declared is {op.lane}")
+            texts.append(f"{op.ref} ran on lane {lanes[op.ref]}, but its declared lane is {op.lane}")
         for awaited in op.after:
             began, ended = seen.get(awaited, (start, start))
             done = began if (op.ref.stage, awaited.stage) in INSIDE else ended
             if done > start + clock_ns:
-                texts.append(f"{op.ref} began before {awaited} had ended, which it is declared to wait for")
+                texts.append(f"{op.ref} is declared to wait for {awaited}, but began before it ended")
         previous = last.get(op.lane)
         if previous is not None and seen[previous.ref][0] > start + clock_ns:
             texts.append(f"{op.ref} began before {previous.ref}, which comes before it on lane {op.lane}")
         last[op.lane] = op
-    texts += [f"{ref} was seen and is not declared" for ref in seen if ref.in_step() not in schedule.places]
+    texts += [f"{ref} was seen but is not declared" for ref in seen if ref.in_step() not in schedule.places]
     return texts

@@ -9,7 +9,7 @@ from nestpipe.schedule.operations import Ref
 
 @dataclass(frozen=True)
 class Problem:
-    """``kind``: malformed, deadlock, race, stale, incomplete, order, lossy or update_rule; ``text``: one sentence.
+    """``kind``: malformed, deadlock, race, stale, incomplete, order, lossy or update_rule. ``text``: one sentence.
 
     ``ops``: the two operations of a race.
     """

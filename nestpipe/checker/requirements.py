@@ -1,4 +1,4 @@
-"""What the engine asks of a schedule before it runs it."""
+"""What the engine requires of a schedule before it runs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from nestpipe.schedule.stages import STAGES
 
 
 def lanes_without_waiting(shards: int, ranks: int) -> dict[str, str]:
-    """Lanes that would only add hand-offs between threads: no copy on a CPU, no collective on one rank."""
+    """For each lane that would only add hand-offs between threads, the lane to run its operations on instead.
+
+    A CPU copies nothing to a device, and one rank has no collectives.
+    """
     into = {"copy": "keys"}
     if shards == 1:
         into |= {"all2all": "compute"}
@@ -18,7 +21,7 @@ def lanes_without_waiting(shards: int, ranks: int) -> dict[str, str]:
 
 
 def require_runnable(schedule: Schedule) -> None:
-    """Raises ValueError for a schedule that lacks a stage or does not declare what a stage really touches."""
+    """Raises ValueError for a schedule that lacks a stage, leaves a step unfinished, or hides what a stage touches."""
     for name in required_operations(schedule):
         if name not in schedule.places:
             raise ValueError(f"schedule '{schedule.name}' lacks {name}: this engine cannot train without it")
@@ -34,7 +37,7 @@ def require_runnable(schedule: Schedule) -> None:
 
 
 def required_operations(schedule: Schedule) -> list[str]:
-    """Names in the step (``E.2``) of the operations that every step of such a schedule needs."""
+    """Names in the step (``E.2``) of the operations that every step of ``schedule`` needs."""
     need = {
         "always": True,
         "replicated": schedule.replicated,
@@ -50,7 +53,7 @@ def required_operations(schedule: Schedule) -> list[str]:
 
 
 def _written(op: Op, schedule: Schedule) -> set[str]:
-    """What the stage really writes: U the table itself if there is no buffer, G what D then sums over groups."""
+    """What the stage writes in the engine. U writes the table if it updates that itself; G writes what D then sums."""
     written = set(op.stage.writes)
     if op.ref.stage == "U" and schedule.updates_table:
         written = written - {"buffer"} | {"table"}

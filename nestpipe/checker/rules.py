@@ -1,10 +1,12 @@
 """The checker: is this schedule well formed, and is it synchronous training?
 
-Three rules on the unrolled graph, reported in this order: structure (no cycle, every operation
-once, one lane per process group), races (conflicting operations that nothing orders), and values
-(executed once on symbolic rows, every read sees exactly the updates that unpipelined training
-would show it). Rings are resources with a bounded number of slots, so running ahead without limit
-is a race on a slot.
+Three rules on the unrolled graph are reported in this order:
+
+* structure: there is no cycle, every operation runs once, and each process group has one lane;
+* races: no two conflicting operations are unordered;
+* values: executed once on symbolic rows, every read sees exactly the updates that unpipelined training shows it.
+
+Rings are resources with a bounded number of slots, so running ahead without limit is a race on a slot.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from nestpipe.schedule.operations import Op, Schedule
 from nestpipe.schedule.order import linear_extension, ordered_before
 from nestpipe.schedule.stages import BATCH_RINGS, GLOBALS, MICRO_RINGS
 
-#: What a mark on an operation says about the training.
+#: What a mark on an operation says about training.
 MARKS = {
     "lossy": "moves values at reduced precision",
     "update_rule": "changes the update rule, so what is learned differs from plain synchronous training",
@@ -28,7 +30,7 @@ MARKS = {
 def check(schedule: Schedule, batches: int | None = None) -> list[Problem]:
     """Everything that keeps ``schedule`` from being synchronous training; an empty list if nothing does.
 
-    ``batches``: how many to unroll; by default so many that every ring turns over at least twice.
+    ``batches``: how many to unroll. The default is enough for every ring to turn over at least twice.
     """
     problems = _structure(schedule)
     if problems:
@@ -49,22 +51,22 @@ def check(schedule: Schedule, batches: int | None = None) -> list[Problem]:
 def with_empty_batches(schedule: Schedule, batches: int) -> list[Op]:
     """Batches 0..batches-1 unrolled, with empty ones on either side.
 
-    A run passes over the operations of batches before the first and after the last, but at their
-    place in the order, so what they order among the others holds.
+    A run skips the operations of batches before the first and after the last. They keep their place in the
+    order, so the order that they impose on the other operations holds.
     """
     around = max(schedule.depth, -schedule.offsets[0])
     return [op.shifted(-around) for op in schedule.unroll(batches + 2 * around)]
 
 
 def enough_batches(schedule: Schedule) -> int:
-    """At least six, and so many that every ring turns over twice in sight."""
+    """At least six batches, and enough for every ring to turn over twice."""
     turn = max(schedule.rings[name] for name in BATCH_RINGS)
     micro_turn = max(-(-schedule.rings[name] // schedule.micro_batches) for name in MICRO_RINGS)
     return min(60, max(6, turn + 3, 2 * micro_turn + 2))  # symbolic rows have a bit per batch
 
 
 def unfinished_steps(schedule: Schedule) -> list[str]:
-    """Sentences on operations that a step of the engine leaves undone: it ends with the updates of its own batch."""
+    """Sentences on operations that the engine would leave undone: its steps end with the updates of their own batch."""
     texts = []
     for o in schedule.ops:
         name = o.ref.relative()
@@ -103,7 +105,7 @@ def _structure(schedule: Schedule) -> list[Problem]:
 
 
 def _forward_edges(schedule: Schedule) -> list[Problem]:
-    """Edges against schedule order: the list run one at a time breaks them, and a lane would wait for a later step."""
+    """Edges against schedule order: the list run one op at a time breaks them, and a lane waits for a later step."""
     problems = []
     for n, o in enumerate(schedule.ops):
         for ref in o.after:
@@ -129,7 +131,7 @@ def _races(schedule: Schedule, ops: Sequence[Op], done_before: dict[int, int], b
             for j, j_writes in uses[n + 1 :]:
                 if (i_writes or j_writes) and not (done_before[j] >> i & 1 or done_before[i] >> j & 1):
                     found.append((slot, i, j, i_writes and j_writes))
-    # Buffers first: the symbolic rows live there, and other races are often their consequence.
+    # Buffers first: they hold the symbolic rows, and other races often follow from theirs.
     found.sort(key=lambda f: (f[0][0] != "buffer", f[1], f[2]))
     problems = []
     for (name, index), i, j, both in found:

@@ -1,8 +1,8 @@
 """A schedule executed on symbolic rows: which updates does each read see?
 
-There is one row for each set of batches that touch it: all sets within six consecutive batches, and
-all pairs. A row's weight and its optimizer state are each the set of updates applied (a bit per
-batch, kept apart). Sums (gradients over micro-batches) are ordered tuples, since the order of a floating-point sum
+There is one row for each set of batches that could touch a row: all sets within six consecutive batches,
+and all pairs. A row's weight and its optimizer state are separate sets of the updates applied, one bit per
+batch. Sums (gradients over micro-batches) are ordered tuples, since the order of a floating-point sum
 shows in its bits.
 """
 
@@ -18,13 +18,13 @@ from nestpipe.checker.problem import Problem
 from nestpipe.schedule.operations import Op, Schedule
 from nestpipe.schedule.stages import GLOBALS, MICRO_RINGS, of_stage
 
-#: Takes the place of the micro-batch in a dense gradient that has been summed over workers.
+#: The micro-batch number of a dense gradient that has been summed over workers.
 _REDUCED = 0
 
 
 @dataclass
 class Slot:
-    """Contents of a ring slot: the batch (and micro-batch) it was filled for, and the symbolic value."""
+    """Contents of a ring slot: the (batch, micro-batch) that it was filled for, and the symbolic value."""
 
     owner: tuple[int, int] | None = None
     value: Any = None
@@ -77,7 +77,7 @@ def _symbolic_rows(batches: int) -> np.ndarray:
 
 
 def _reads_own_slots(state: _State, op: Op) -> bool:
-    """Does every ring slot that ``op`` reads hold its own batch's value? (Not yet filled, or overwritten, is a bug.)"""
+    """Whether every ring slot that ``op`` reads holds the value of its own batch, neither missing nor overwritten."""
     for resource in op.reads:
         name = resource.removesuffix("-1")
         if name in GLOBALS or (resource.endswith("-1") and op.ref.batch == 0):
@@ -92,7 +92,7 @@ def _reads_own_slots(state: _State, op: Op) -> bool:
 
 
 def _fill(state: _State, op: Op, name: str, value: Any) -> None:
-    """Write ``value``, if the operation declares that it writes there; if it does not, readers miss the value."""
+    """Write ``value`` if the operation declares that it writes there. If it does not, readers miss the value."""
     if name not in op.writes:
         return
     slot = state.slot(name, op)
@@ -130,7 +130,7 @@ def _send(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) -> None:
 
 
 def _stale_read(op: Op, rows: np.ndarray, seen: np.ndarray, want: np.ndarray, wrong: np.ndarray) -> str:
-    # Name the freshest miss: the rows of two neighbouring batches are the commonest case.
+    # Name the most recent missing update: rows that two neighbouring batches share are the most common case.
     row = int(np.flatnonzero(wrong)[-1])
     missing = [b for b in range(op.ref.batch) if (want[row] & ~seen[row]) >> b & 1]
     extra = [b for b in range(op.ref.batch, 63) if (seen[row] & ~want[row]) >> b & 1] if seen[row] >= 0 else []
@@ -228,7 +228,7 @@ def _sparse_update(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray)
     wrong = touched & ((target.value != want).any(axis=0))
     if wrong.any():
         state.report("stale", _stale_read(op, rows, np.where(wrong, target.value.min(axis=0), want), want, wrong))
-    if not state.schedule.averages_replicas:  # else only this group knows of the update until D
+    if not state.schedule.averages_replicas:  # otherwise only this group has the update until D
         target.value = np.where(touched, target.value | 1 << op.ref.batch, target.value)
 
 
@@ -261,7 +261,7 @@ def _check_end(state: _State, rows: np.ndarray) -> None:
 
 Rule = Callable[[_State, Op, np.ndarray, np.ndarray], None]
 
-#: By stage: executes an operation on symbolic rows, given (state, operation, rows, which of them its batch touches).
+#: By stage, what executes an operation on symbolic rows, given (state, operation, rows, rows that its batch touches).
 RULES: Mapping[str, Rule] = {
     "P": _pass_on,
     "H": _pass_on,

@@ -1,12 +1,12 @@
-// Key-centric sample clustering, sequential and in integers: clustering.py states the objective and the method,
-// and holds the same algorithm in numpy; both give the same parts.
+// Key-centric sample clustering, sequential and in integers. clustering.py states the objective and the method.
+// numpy_form.py has the same algorithm in numpy, and both give the same parts.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 typedef struct {
-    uint16_t count; // samples of a part that hold a key
-    uint16_t which; // the exclusive or of their numbers: of one alone, its number
+    uint16_t count; // samples of a part that have a key
+    uint16_t which; // the exclusive or of their numbers; if there is only one, its number
 } Held;
 
 typedef struct {
@@ -14,12 +14,12 @@ typedef struct {
     int32_t *first, *of_sample;  // [samples + 1], [pins]: the shared keys of each sample
     int32_t *key_first, *of_key; // [keys + 1], [pins]: the samples of each key
     Held *held;                  // [keys, parts]
-    int32_t *near;               // [parts, samples]: keys of a sample that *other* samples of a part hold
+    int32_t *near;               // [parts, samples]: keys of a sample that *other* samples of a part have as well
     int32_t *own;                // [samples]: near of the sample's own part
-    int32_t *part;               // [samples]: -1 while it has none
+    int32_t *part;               // [samples]: -1 while the sample has no part
 } Problem;
 
-// The scans over all samples, for the widest vectors that the machine has.
+// For the scans over all samples: uses the widest vectors that the machine has.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define VECTORISED __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -32,7 +32,7 @@ typedef struct {
 } Slot;
 
 typedef struct {
-    int32_t last, degree; // the latest sample that holds the key; how many do
+    int32_t last, degree; // the latest sample that has the key; how many samples have it
 } Seen;
 
 static uint64_t mix(uint64_t x) {
@@ -40,7 +40,7 @@ static uint64_t mix(uint64_t x) {
     return x ^ (x >> 32);
 }
 
-// The next ``bytes`` of one piece of memory; while ``begin`` is NULL they are counted only.
+// The next ``bytes`` of one piece of memory. If ``begin`` is NULL, they are only counted.
 static void *take(char *begin, int64_t *used, int64_t bytes) {
     void *at = begin ? begin + *used : NULL;
     *used += (bytes + 63) / 64 * 64;
@@ -71,7 +71,7 @@ static Work lay_out(char *begin, int64_t *used, int64_t pins, int64_t samples, i
     return w;
 }
 
-// Numbers the keys that several samples hold. The others cost the same wherever their sample goes.
+// Numbers the keys of several samples. The other keys cost the same in every part.
 static void number_keys(Work *w, const int64_t *keys, const int64_t *offsets, int features) {
     Problem *p = &w->p;
     Slot *slot = w->slot;
@@ -99,7 +99,7 @@ static void number_keys(Work *w, const int64_t *keys, const int64_t *offsets, in
     for (int k = 0; k < distinct; k++) {
         int renamed = seen[k].degree > 1 ? shared++ : -1;
         if (renamed >= 0) p->key_first[shared] = p->key_first[renamed] + seen[k].degree;
-        // From here on ``last`` is the key's number and ``degree`` where its next sample goes.
+        // From here on ``last`` is the key's number, and ``degree`` is the index of its next sample.
         seen[k] = (Seen){renamed, renamed < 0 ? 0 : p->key_first[renamed]};
     }
     for (int s = 0; s < n; s++) {
@@ -118,7 +118,7 @@ static void number_keys(Work *w, const int64_t *keys, const int64_t *offsets, in
 
 #define BLOCK 32
 
-// NAME(values, n): where the first of the largest is.
+// NAME(values, n): the index of the first of the largest values.
 #define ARGMAX(NAME, TYPE)                                                                      \
     VECTORISED static int NAME(const TYPE *values, int n) {                                     \
         TYPE most = values[0];                                                                  \
@@ -140,7 +140,7 @@ static void grow(Work *w, const int32_t *sizes, const int64_t *weight_of_degree)
     int64_t *common = w->common;
     int32_t *near = w->near_x;
     int n = p->samples;
-    const int64_t taken = INT64_MIN / 2; // what is added to it later leaves it below every free sample
+    const int64_t taken = INT64_MIN / 2; // remains below every free sample, whatever is added to it later
     memset(p->held, 0, (int64_t)p->keys * p->parts * sizeof *p->held);
     memset(p->part, 255, n * sizeof *p->part);
     for (int m = 0; m < p->parts; m++) {
@@ -172,14 +172,14 @@ static void grow(Work *w, const int32_t *sizes, const int64_t *weight_of_degree)
     }
 }
 
-// Puts sample x into part m (by = 1) or takes it out (by = -1); ``near`` of the others follows.
+// Puts sample x into part m (by = 1) or takes it out (by = -1), and updates ``near`` of the other samples.
 static void shift(Problem *p, int x, int m, int by) {
     int32_t *near = p->near + (int64_t)m * p->samples;
     if (by < 0) p->part[x] = -1;
     for (int i = p->first[x]; i < p->first[x + 1]; i++) {
         int k = p->of_sample[i];
         Held *held = p->held + (int64_t)k * p->parts + m;
-        int others = held->count - (by < 0); // those beside x, who alone would notice
+        int others = held->count - (by < 0); // samples of the part, without x, that have the key
         held->count += by, held->which ^= x;
         if (others == 1) {
             int s = by < 0 ? held->which : held->which ^ x;
@@ -192,7 +192,7 @@ static void shift(Problem *p, int x, int m, int by) {
     if (by > 0) p->part[x] = m, p->own[x] = near[x];
 }
 
-// Keys that x and y share stay in both parts when they are exchanged; the bound on the gain counts some as won.
+// Keys that x and y share remain in both parts after a swap, but the bound on the gain counts some of them as saved.
 static int overcounted(const Problem *p, const int32_t *mark, int x, int y) {
     int over = 0;
     for (int i = p->first[y]; i < p->first[y + 1]; i++) {
@@ -205,7 +205,7 @@ static int overcounted(const Problem *p, const int32_t *mark, int x, int y) {
 
 #define FEW 8
 
-// What exchanging x (of part a) with each sample saves at most; 0 for the samples of its own part.
+// An upper bound on what swapping x (of part a) with each sample saves; 0 for the samples of its own part.
 VECTORISED static void bounds(const Problem *p, int a, const int32_t *near_x, int32_t *gain) {
     const int32_t *near_a = p->near + (int64_t)a * p->samples, *part = p->part, *own = p->own;
     int n = p->samples;
@@ -252,9 +252,9 @@ static int64_t keys_in_parts(const Problem *p) {
     return sum;
 }
 
-// ``offsets``: [features, samples + 1] into ``keys``; ``weights``: [starts, samples + 1], by degree; the starts after
-// the first are made where shared keys have ``dense`` samples or more on average. Fills ``part`` [samples].
-// Returns 1 where memory is lacking.
+// ``offsets``: [features, samples + 1], indices into ``keys``. ``weights``: [starts, samples + 1], by degree. The
+// starts after the first are tried only if shared keys have ``dense`` samples or more on average. Fills ``part``
+// [samples]. Returns 1 if there is not enough memory.
 int cluster(const int64_t *keys, const int64_t *offsets, int features, int samples, int parts, const int32_t *sizes,
             const int64_t *weights, int starts, int dense, int passes, int tries, int32_t *part) {
     int64_t pins = offsets[(int64_t)features * (samples + 1) - 1], bytes = 0, used = 0;

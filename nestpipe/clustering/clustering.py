@@ -1,19 +1,20 @@
 """Key-centric sample clustering (FWP's companion): micro-batches of equal size with few distinct keys in total.
 
-Each micro-batch deduplicates its own keys, so a key travels once per micro-batch that holds it. The cost is therefore
-the sum over micro-batches of their distinct keys. This is a balanced hypergraph partition: samples are vertices, keys
-are nets, and the cost is the sum over keys of the micro-batches that hold it. The paper prints no pseudo-code. Steps:
+Each micro-batch deduplicates its own keys, so a key is sent once per micro-batch that has it. The cost is therefore
+the sum over micro-batches of their distinct keys. This is a balanced hypergraph partition. Samples are vertices and
+keys are nets. The cost is the sum over keys of the number of micro-batches that have the key. The paper gives no
+pseudo-code. The steps here are:
 
-1. *growth*: parts are filled one after the other; each takes the sample with most keys in common with it. A rare key
-   counts more, since a key that many samples hold will be in every part whatever is done.
-2. *exchange*: passes over the samples; each changes places with the sample of another part whose exchange saves most
-   keys (Kernighan and Lin's move; keys are counted exactly, sizes stay).
+1. *growth*: parts are filled one after the other. Each repeatedly takes the sample with the most keys in common with
+   it. A rare key counts more, since a key of many samples will be in every part anyway.
+2. *exchange*: passes over the samples. Each is swapped with the sample of another part whose swap saves the most
+   keys. This is the move of Kernighan and Lin; keys are counted exactly, and sizes do not change.
 
 If most keys are in many samples (MovieLens), growth is tried with two sets of weights, and the better result is kept.
 
 Samples are only re-ordered inside the batch, so the summed gradient is the same up to rounding. A batch of 512
-samples x 26 to 115 keys takes 1 to 3 ms, 7 for MovieLens in 32 parts, in C on the thread that reads it, without the
-interpreter's lock.
+samples with 26 to 115 keys each takes 1 to 3 ms, and 7 ms for MovieLens in 32 parts. This is C code on the thread that
+reads the batch, and it does not hold the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from nestpipe.data.tables import TableConfig
 from nestpipe.machine.native import library
 
 _PASSES, _TRIES = 1, 2
-#: Penalties for spreading a key over one more part; growth is tried with each.
+#: Penalties for spreading a key over one more part. Growth is tried with each of them.
 _PENALTIES = (0.5, 1.0)
-#: Samples per shared key from which on the second penalty is tried.
+#: From this many samples per shared key on, the second penalty is tried as well.
 _DENSE = 12
 _MAX_SAMPLES = 65_535  # counts are 16 bits wide
 
 
 def clustered(batches: Iterator[Batch], tables: Sequence[TableConfig], micro_batches: int) -> Iterator[Batch]:
-    """``batches`` with the samples of each in the order in which ``Batch.split(micro_batches)`` cuts good parts."""
+    """``batches``, each with its samples in such an order that ``Batch.split(micro_batches)`` gives good parts."""
     for batch in batches:
         yield cluster_batch(batch, tables, micro_batches)
 
 
 def cluster_batch(batch: Batch, tables: Sequence[TableConfig], micro_batches: int) -> Batch:
-    """The same samples, those of one micro-batch next to each other, in their old order inside it."""
+    """The same samples, ordered by micro-batch. Inside a micro-batch they keep their old order."""
     if micro_batches == 1 or len(batch) <= micro_batches or len(batch) > _MAX_SAMPLES:
         return batch
     keys, offsets = batch_pins(batch, tables)
@@ -56,7 +57,7 @@ def cluster_batch(batch: Batch, tables: Sequence[TableConfig], micro_batches: in
 
 
 def batch_pins(batch: Batch, tables: Sequence[TableConfig]) -> tuple[np.ndarray, np.ndarray]:
-    """int64 keys, a number for each (table, row), and their offsets, int64 [features, samples + 1]."""
+    """The batch's keys, int64, one number per (table, row), and their offsets, int64 [features, samples + 1]."""
     pieces, offsets, base, count = [], [], 0, 0
     for table in tables:
         for feature in table.features:
@@ -77,12 +78,12 @@ def cluster(
     penalties: tuple[float, ...] = _PENALTIES,
     native: bool = True,
 ) -> np.ndarray:
-    """int32 [samples]: each sample's part; the first samples % parts parts hold one sample more.
+    """int32 [samples]: the part of each sample. The first samples % parts parts have one sample more than the others.
 
-    ``keys``: int64; feature f of sample s holds ``keys[offsets[f, s]:offsets[f, s + 1]]``. ``passes``: of exchange,
-    at most; ``tries``: partners looked at exactly; ``penalties``: for spreading a key over one more part. The result
-    depends only on the arguments. ``native=False``: in numpy, about 50 times slower, with the same result; also used
-    if nothing compiles.
+    ``keys``: int64; feature f of sample s has ``keys[offsets[f, s]:offsets[f, s + 1]]``. ``passes``: the maximum
+    number of exchange passes. ``tries``: how many partners are counted exactly. ``penalties``: those for spreading a
+    key over one more part. The result depends only on the arguments. ``native=False`` uses numpy, which is about 50
+    times slower and gives the same result. It is also used if no compiler works. Raises MemoryError.
     """
     samples = offsets.shape[1] - 1
     sizes = np.full(parts, samples // parts, dtype=np.int32)
@@ -104,13 +105,13 @@ def cluster(
 
 @functools.lru_cache(maxsize=64)
 def _weights(samples: int, parts: int, penalties: tuple[float, ...]) -> np.ndarray:
-    """int64 [penalties, samples + 1]: by degree, what keeping a key out of a part saves. Integers keep sums exact."""
+    """int64 [penalties, samples + 1]: by degree, what it saves to keep a key out of a part. Integer sums are exact."""
     saved = np.stack([(1 - penalty / parts) ** np.arange(samples + 1) for penalty in penalties])
     return 1 + np.floor(2.0**20 * saved).astype(np.int64)
 
 
 def distinct_keys(keys: np.ndarray, offsets: np.ndarray, part: np.ndarray) -> int:
-    """The objective: distinct keys of each part, summed."""
+    """The objective: the sum over parts of their distinct keys."""
     of = np.concatenate([np.repeat(part, np.diff(row)) for row in offsets]).astype(np.int64)
     return len(np.unique(np.stack([of, np.concatenate([keys[row[0] : row[-1]] for row in offsets])]), axis=1).T)
 

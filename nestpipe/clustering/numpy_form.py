@@ -1,4 +1,4 @@
-"""The algorithm of clustering.c in numpy, move by move: its reference, and its replacement without a compiler."""
+"""The algorithm of clustering.c in numpy, move by move: its reference, and its replacement if there is no compiler."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from nestpipe.data.dataset import flat_ranges
 
 
 class Parts:
-    """Samples on their way into parts.
+    """The state of a partition of samples into parts.
 
-    Only keys that two or more samples hold count: the others cost the same wherever their sample goes.
+    Only keys of two or more samples count. The others cost the same in every part.
 
-    * ``samples_of_keys``: int64 [pins], the samples of key 0, then those of key 1, ...; key k has ``degree[k]`` of them
-      from ``key_start[k]`` on.
-    * ``keys_of``: for each sample the keys that it holds.
-    * ``part``: int32 [samples], the part of each sample, -1 while it has none.
-    * ``holders``: int64 [keys, parts], how many samples of a part hold a key.
-    * ``near``: int64 [samples, parts], how many keys of a sample are held by *other* samples of a part.
+    * ``samples_of_keys``: int64 [pins], the samples of key 0, then those of key 1, ... Key k has ``degree[k]`` of them,
+      starting at ``key_start[k]``.
+    * ``keys_of``: for each sample, its keys.
+    * ``part``: int32 [samples], the part of each sample, or -1 while it has no part.
+    * ``holders``: int64 [keys, parts], how many samples of a part have a key.
+    * ``near``: int64 [samples, parts], how many keys of a sample *other* samples of a part have as well.
     """
 
     def __init__(self, keys: np.ndarray, offsets: np.ndarray, parts: int) -> None:
         samples = offsets.shape[1] - 1
         holder = np.concatenate([np.repeat(np.arange(samples), np.diff(row)) for row in offsets])
-        pins = np.unique(np.stack([keys, holder]), axis=1)  # by key, then sample; a key twice in a sample counts once
+        pins = np.unique(np.stack([keys, holder]), axis=1)  # by key, then sample; a key counts once per sample
         _, number, degree = np.unique(pins[0], return_inverse=True, return_counts=True)
         shared = degree[number] > 1
         _, number = np.unique(number[shared], return_inverse=True)
@@ -38,7 +38,10 @@ class Parts:
         self.near = np.zeros((samples, parts), dtype=np.int64)
 
     def best(self, sizes: np.ndarray, weights: np.ndarray, passes: int, tries: int, dense: int) -> np.ndarray:
-        """The better of growing with ``weights[0]`` and, if a key has ``dense`` samples or more, ``weights[1:]``."""
+        """The best result of growth with ``weights[0]`` only, or with each row of ``weights`` if the keys are dense.
+
+        They are if a key has ``dense`` samples or more on average.
+        """
         is_dense = len(self.samples_of_keys) >= dense * len(self.degree)
         best, fewest = self.part, np.inf
         for weights_of_degree in weights if is_dense else weights[:1]:
@@ -55,14 +58,14 @@ class Parts:
         return best
 
     def _holders_of(self, keys: np.ndarray) -> np.ndarray:
-        """The samples that hold each of ``keys``, back to back."""
+        """The samples that have each of ``keys``, back to back."""
         return self.samples_of_keys[flat_ranges(self.key_start[keys], self.degree[keys])]
 
     def _grow(self, sizes: np.ndarray, weights: np.ndarray) -> None:
-        """Fill one part after the other, each time with the sample that has most in common with the part."""
+        """Fill one part after the other, each time with the sample that has the most in common with the part."""
         shared_keys = np.array([len(keys) for keys in self.keys_of])
         for part, size in enumerate(sizes):
-            in_common = np.zeros(len(self.part), dtype=np.int64)  # weights of the keys that a sample shares with it
+            in_common = np.zeros(len(self.part), dtype=np.int64)  # weights of a sample's keys that the part has too
             for taken in range(size):
                 score = np.where(self.part < 0, in_common if taken else shared_keys, -1)
                 sample = int(score.argmax())
@@ -74,10 +77,10 @@ class Parts:
         for sample, keys in enumerate(self.keys_of):
             holders, own = self.holders[keys], self.part[sample]
             self.near[sample] = (holders > 0).sum(0)
-            self.near[sample, own] -= (holders[:, own] == 1).sum()  # keys that nobody else holds there
+            self.near[sample, own] -= (holders[:, own] == 1).sum()  # keys that no other sample of its part has
 
     def _exchange(self, tries: int) -> int:
-        """One pass over the samples: each changes places with the best partner, if that saves keys. How many did."""
+        """Swap each sample once with its best partner, if that saves keys. Returns the number of swaps."""
         exchanges = 0
         for sample in range(len(self.part)):
             partner = self._partner(sample, tries)
@@ -92,10 +95,10 @@ class Parts:
         return exchanges
 
     def _partner(self, sample: int, tries: int) -> int | None:
-        """The sample of another part whose exchange with ``sample`` saves most keys; None if no exchange saves any.
+        """The sample of another part whose swap with ``sample`` saves the most keys; None if no swap saves any.
 
-        ``near`` bounds what an exchange saves; the ``tries`` most promising partners are counted exactly, which
-        matters for keys that both hold.
+        ``near`` bounds what a swap saves. The ``tries`` most promising partners are counted exactly, which matters
+        for keys that both samples have.
         """
         everyone = np.arange(len(self.part))
         own = self.part[sample]
@@ -125,10 +128,10 @@ class Parts:
         self.part[sample] = part
 
     def _update_near(self, sample: int, part: int, others: np.ndarray, by: int) -> None:
-        """``others``: for each key of ``sample``, how many other samples of ``part`` hold it.
+        """Update ``near`` after ``sample`` enters (``by`` = 1) or leaves (-1) ``part``.
 
-        With no other holder, all samples with the key notice; with one, only that one does, for which ``sample`` is
-        the only other holder.
+        ``others``: for each key of ``sample``, how many other samples of ``part`` have it. If there is no other one,
+        ``near`` changes for all samples with the key. If there is exactly one, it changes only for that one.
         """
         keys = self.keys_of[sample]
         unheld = self._holders_of(keys[others == 0])

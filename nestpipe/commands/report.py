@@ -17,27 +17,27 @@ class ReportCommand:
     (tables/*.md, .csv, .tex; figures/*.png, .svg). Runs nothing."""
 
     only: str | None = None
-    """Comma-separated tables and figures, such as table2,fig9: print and write these alone, no report.html."""
+    """Comma-separated tables and figures, such as table2,fig9: print and write only these, no report.html."""
     folder: Path = Path("results/out")
-    """Where records, timelines and outputs lie."""
+    """Where records, timelines and outputs are."""
     records: Path | None = None
     """Other records: a folder of stores, one store (a sweep's, `run --store`'s), or a file of `run --json` or
-    `pytest suites/ --benchmark`. Report, tables and figures are then written beside them."""
+    `pytest suites/ --benchmark`. Report, tables and figures are then written next to them."""
     out: Path | None = None
-    """The report (default: report.html in --folder, or beside --records)."""
+    """The report (default: report.html in --folder, or next to --records)."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    from results.frames.frames import sources_from
     from results.report.render import to_markdown
     from results.report.report import make_all, to_report
     from results.report.write import write_artefacts
+    from results.sources import sources_from
 
     command = tyro.cli(ReportCommand, prog="nestpipe report", args=arguments)
-    beside = command.folder
+    folder = command.folder
     if command.records:
-        beside = command.records if command.records.is_dir() else command.records.parent
-    target = command.out or beside / "report.html"
+        folder = command.records if command.records.is_dir() else command.records.parent
+    target = command.out or folder / "report.html"
     require_writable(target)
     sources = sources_from(command.folder, command.records)
     names = [name.strip() for name in command.only.split(",") if name.strip()] if command.only else None

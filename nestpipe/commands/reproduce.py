@@ -19,6 +19,7 @@ from nestpipe.methods import methods_of
 
 if TYPE_CHECKING:
     from results.experiments.plan import Part
+    from results.experiments.run_part import Runner
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class ReproduceCommand:
     folder: Path = Path("results/out")
     """Where records, timelines and outputs go."""
     size: Literal["full", "tiny"] = "full"
-    """full, or tiny: the same runs on models of no size, in a minute or two."""
+    """full, or tiny: the same runs on very small models, in two or three minutes, to see that everything runs."""
     workers: int = 2
     """Ranks of the small runs; the large have twice as many."""
     testbed: str = "netns:200mbit,1ms"
@@ -47,41 +48,52 @@ class ReproduceCommand:
 
 
 def main(arguments: Sequence[str]) -> int:
-    from nestpipe.commands.report import main as report
-    from results.experiments.plan import Options, plan
+    return reproduce(tyro.cli(ReproduceCommand, prog="nestpipe reproduce", args=arguments))
 
-    command = tyro.cli(ReproduceCommand, prog="nestpipe reproduce", args=arguments)
-    if min(command.workers, command.rounds) < 1:
-        raise ValueError("--workers and --rounds must be at least 1")
-    shared = ("size", "workers", "testbed", "hardware", "rounds", "seed")
-    options = Options(**{name: getattr(command, name) for name in shared})
-    parts = plan(options)
-    if command.only:
-        wanted = {name.strip() for name in command.only.split(",")}
-        known = {part.name for part in parts} | {name for part in parts for name in part.feeds}
-        if unknown := sorted(wanted - known):
-            raise ValueError(f"no part, table or figure '{unknown[0]}': one of {', '.join(sorted(known))}")
-        parts = [part for part in parts if part.name in wanted or wanted & set(part.feeds)]
+
+def reproduce(command: ReproduceCommand, runner: Runner | None = None) -> int:
+    """Run the parts that are asked for, then write the report; the exit status. ``runner``: what runs them, if not
+    ``nestpipe run`` and ``simulate``. Raises ValueError for options that cannot be used."""
+    from nestpipe.commands.report import main as report
+
+    parts = _parts(command)
     for run in (run for part in parts for run in part.runs if isinstance(run, RunConfig)):
         methods_of(run)  # what cannot run is said before anything has
     require_writable_folder(command.folder)
     console = Console(stderr=True)
     began = time.monotonic()
     for i, part in enumerate(parts):
-        _run(part, i, len(parts), command, console)
+        _run(part, f"{i + 1}/{len(parts)}", command, console, runner)
     status = report(["--folder", str(command.folder)])
     console.print(f"all parts in {time.monotonic() - began:.0f} s", highlight=False)
     return status
 
 
-def _run(part: Part, i: int, count: int, command: ReproduceCommand, console: Console) -> None:
-    from results.experiments.run_part import run_part
+def _parts(command: ReproduceCommand) -> list[Part]:
+    """The parts of the plan that are asked for. Raises ValueError."""
+    from results.experiments.plan import Options, all_parts
+
+    if min(command.workers, command.rounds) < 1:
+        raise ValueError("--workers and --rounds must be at least 1")
+    shared = ("size", "workers", "testbed", "hardware", "rounds", "seed")
+    parts = all_parts(Options(**{name: getattr(command, name) for name in shared}))
+    if not command.only:
+        return parts
+    wanted = {name.strip() for name in command.only.split(",")}
+    known = {part.name for part in parts} | {name for part in parts for name in part.feeds}
+    if unknown := sorted(wanted - known):
+        raise ValueError(f"no part, table or figure '{unknown[0]}': one of {', '.join(sorted(known))}")
+    return [part for part in parts if part.name in wanted or wanted & set(part.feeds)]
+
+
+def _run(part: Part, place: str, command: ReproduceCommand, console: Console, runner: Runner | None) -> None:
+    from results.experiments.run_part import RUNNER, run_part
 
     with progress_of_stages(console, part.name) as show:
-        done = run_part(part, command.folder, show, again=command.again)
+        done = run_part(part, command.folder, show, command.again, runner or RUNNER)
     kept = " (kept from before)" if part.kind == "measured" and not done.measured else ""
     console.print(
-        f"{i + 1}/{count} {part.name}: {len(done.records) or done.measured} records, {done.seconds:.0f} s{kept}",
+        f"{place} {part.name}: {len(done.records) or done.measured} records, {done.seconds:.0f} s{kept}",
         highlight=False,
     )
     for note in dict.fromkeys(done.notes):

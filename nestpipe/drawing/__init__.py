@@ -1,1 +1,1 @@
-"""One step of a schedule, drawn."""
+"""Drawings of one step of a schedule."""

@@ -1,4 +1,4 @@
-"""Cuts steps out of a timeline: one steady step of a schedule, or some steps of a real run."""
+"""Cuts steps out of a timeline: a steady step of a schedule, or some steps of a real run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nestpipe.simulator.virtual_lanes import virtual_timeline
 
 
 class StepSpan(NamedTuple):
-    """An operation as drawn. ``batch`` counts from the first step shown, ``start`` and ``end`` from its beginning."""
+    """An operation as drawn. ``batch`` is relative to the first step shown, ``start`` and ``end`` to its beginning."""
 
     stage: str
     batch: int
@@ -26,22 +26,23 @@ class StepSpan(NamedTuple):
 
     @property
     def name(self) -> str:
-        """``R+1``, ``E.2``: relative to the first step shown."""
+        """The name relative to the first step shown: ``R+1``, ``E.2``."""
         return Ref(self.stage, self.batch, self.micro).relative()
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Consecutive steps, in the unit of the timeline. Spans may begin before 0 and end after ``length``."""
+    """Consecutive steps, in the timeline's unit of time. Spans may begin before 0 and end after ``length``."""
 
     spans: tuple[StepSpan, ...]
     length: float
 
 
 def steady_step(schedule: Schedule, duration: Callable[[Op], float]) -> Steps:
-    """One step of ``schedule`` on virtual clocks, far from the first and the last.
+    """One step of ``schedule`` on virtual clocks, far from the first and the last step.
 
-    ``duration``: time of an operation, in any unit. Raises ValueError if no operation computes, or for a cycle.
+    ``duration``: gives the time of an operation, in any unit. Raises ValueError if no operation is on the compute
+    lane, and for a cycle.
     """
     middle = steady_batch(schedule)
     ops = step_by_step(schedule).unroll(2 * middle)
@@ -52,7 +53,7 @@ def steady_step(schedule: Schedule, duration: Callable[[Op], float]) -> Steps:
 
 
 def steady_batch(schedule: Schedule) -> int:
-    """A batch by which the pipeline has filled and every ring has turned."""
+    """A batch by which the pipeline has filled and every ring has turned over."""
     return schedule.depth + max(schedule.rings.values()) + 3
 
 
@@ -78,9 +79,9 @@ def cut_out(timeline: Timeline, first: int, last: int, rank: int = 0) -> Steps |
 
 
 def step_by_step(schedule: Schedule) -> Schedule:
-    """As the engine is driven: a step is handed to the lanes when the compute lane has done the step before.
+    """``schedule`` as the engine runs it: the lanes get a step once the compute lane has finished the step before.
 
-    Raises ValueError if no operation computes.
+    Raises ValueError if no operation is on the compute lane.
     """
     last = next((op.ref for op in reversed(schedule.ops) if op.lane == COMPUTE_LANE), None)
     if last is None:

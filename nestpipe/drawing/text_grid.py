@@ -1,4 +1,4 @@
-"""Draws a step of a schedule: lanes down, time across, in made-up units that only show the order."""
+"""Draws a step of a schedule as text: a row per lane, time from left to right, in units that only show the order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from nestpipe.schedule.stages import COMPUTE_LANE, STAGES
 
 
 def grid(schedule: Schedule, columns: int | None = None) -> str:
-    """One steady-state step as text; operations named relative to the step (``R+1``: for the next batch).
+    """One steady-state step as text. Operations are named relative to the step (``R+1``: for the next batch).
 
-    An operation that began in the step before is marked ``<``. Idle compute is dots. A step that is wider than
-    ``columns`` continues below itself.
+    ``<`` marks an operation that began in the step before. Dots are idle time of the compute lane. A step that is
+    wider than ``columns`` characters is split into blocks, one below the other.
     """
     step = steady_step(schedule, lambda op: op.stage.columns)
     width = _cell_width(schedule)
@@ -29,7 +29,7 @@ def grid(schedule: Schedule, columns: int | None = None) -> str:
 
 
 def _cell_width(schedule: Schedule) -> int:
-    """Characters of a column: the longest name in a run from its first batch to the steady one, and a space."""
+    """The width of a column in characters: the longest name in a run up to the steady batch, and a space."""
     furthest = -(steady_batch(schedule) - 1)
     return max(len(op.ref._replace(batch=furthest).relative()) for op in schedule.ops) + 1
 

@@ -1,9 +1,9 @@
 """One rank's shard of the embedding tables, in host memory.
 
-Tables are sharded row-wise in equal blocks, as TorchRec does: rank r of n owns rows
-r * ceil(rows / n) and on. All tables of a model are in one tensor, one after the other, so a single
-local row number names table and row. A *row* is weight plus optimizer state wherever rows move.
-Retrieval gathers rows from here and write-back scatters them into it (``retrieval_write_back.Rows``).
+Tables are sharded row-wise in equal blocks, as TorchRec does it: the rows of rank r of n begin at row
+r * ceil(rows / n). All tables of a model are in one tensor, one after the other, so a single local row
+number names both table and row. Whenever a *row* is moved, it is its weight and its optimizer state.
+Retrieval gathers rows from the shard, and write-back scatters them into it (``retrieval_write_back.Rows``).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from nestpipe.data.tables import TableConfig
 from nestpipe.embedding.memory import HOST
 from nestpipe.embedding.retrieval_write_back import Rows
 
-#: Rows that share a random generator: initial values come a block at a time, whatever the sharding.
+#: Rows that share a random generator. Initial values are drawn block by block, so they do not depend on the sharding.
 _INITIAL_BLOCK = 4096
 
 
 def initial_rows(seed: int, table: TableConfig, start: int, stop: int) -> Tensor:
     """Initial values of rows start..stop-1, float32 [stop - start, dim], uniform in (-scale, scale).
 
-    A row's values depend on (seed, table name, row) only.
+    A row's values depend only on (seed, table name, row).
     """
     rows = HOST.empty(stop - start, table.dim)
     fill_initial_rows(rows, seed, table, start)
@@ -33,7 +33,7 @@ def initial_rows(seed: int, table: TableConfig, start: int, stop: int) -> Tensor
 
 
 def fill_initial_rows(out: Tensor, seed: int, table: TableConfig, start: int) -> None:
-    """``initial_rows`` in place, without a second copy of the shard."""
+    """Write ``initial_rows`` to ``out``, without a second copy of the shard."""
     stop = start + len(out)
     generator = torch.Generator()
     for block in range(start // _INITIAL_BLOCK, -(-stop // _INITIAL_BLOCK)):
@@ -45,7 +45,7 @@ def fill_initial_rows(out: Tensor, seed: int, table: TableConfig, start: int) ->
 
 
 def _mix(seed: int, name: str, block: int) -> int:
-    # FNV-1a: Python's own hash of a string differs between processes.
+    # FNV-1a, since Python's own hash of a string differs between processes.
     value = 0xCBF29CE484222325
     for byte in f"{seed}/{name}/{block}".encode():
         value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
@@ -54,7 +54,7 @@ def _mix(seed: int, name: str, block: int) -> int:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Where each table's rows live. ``block[t]``: rows of table t per rank; ``base[t]``: its first local row."""
+    """Which rank holds which rows. ``block[t]``: rows of table t per rank. ``base[t]``: its first local row."""
 
     tables: tuple[TableConfig, ...]
     world_size: int
@@ -63,17 +63,19 @@ class ShardLayout:
     local_rows: int
 
     def owned(self, table: int, rank: int) -> tuple[int, int]:
-        """First and one-past-last row of ``table`` that ``rank`` owns; empty at the end of a small table."""
+        """(First, last + 1) of the rows of ``table`` that ``rank`` owns. High ranks own no rows of a small table."""
         rows = self.tables[table].rows
         return min(rank * self.block[table], rows), min((rank + 1) * self.block[table], rows)
 
 
 def shard_layout(tables: Sequence[TableConfig], world_size: int) -> ShardLayout:
-    """Equal blocks of every table. Raises ValueError for tables of different dims (one buffer holds all rows), and
-    for two of one name."""
+    """Equal blocks of every table for each rank.
+
+    Raises ValueError for tables of different dims, since one buffer holds all rows, and for two of the same name.
+    """
     names = [t.name for t in tables]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"two embedding tables are called '{twice}': give each a name of its own")
+        raise ValueError(f"two embedding tables are called '{twice}': give each its own name")
     if len({t.dim for t in tables}) > 1:
         dims = ", ".join(f"{t.name} {t.dim}" for t in tables)
         raise ValueError(f"all embedding tables must share one embedding dimension, got {dims}")
@@ -84,20 +86,20 @@ def shard_layout(tables: Sequence[TableConfig], world_size: int) -> ShardLayout:
 
 @dataclass(frozen=True)
 class HostTable:
-    """Rank ``rank``'s shard of all tables: ``rows`` [layout.local_rows], in the order that ``layout`` gives."""
+    """The shard of all tables that ``rank`` owns: ``rows`` [layout.local_rows], in the order that ``layout`` gives."""
 
     layout: ShardLayout
     rank: int
     rows: Rows
 
     def block(self, name: str) -> Rows:
-        """This rank's rows of a table, without a copy; padded at the end of the table to equal blocks."""
+        """This rank's rows of a table, without a copy. At the end of the table they are padded to equal blocks."""
         t = self._number(name)
         first, last = self.layout.base[t], self.layout.base[t] + self.layout.block[t]
         return Rows(self.rows.weight[first:last], self.rows.state[first:last])
 
     def load(self, name: str, values: Tensor) -> None:
-        """Set the weights of a table from the whole of it, float32 [rows, dim]; this rank takes what it owns."""
+        """Set this rank's weights of a table from the ``values`` of the whole table, float32 [rows, dim]."""
         start, stop = self.layout.owned(self._number(name), self.rank)
         self.block(name).weight[: stop - start] = values[start:stop]
 
@@ -106,7 +108,7 @@ class HostTable:
 
 
 def host_table(layout: ShardLayout, rank: int, seed: int, state_width: int) -> HostTable:
-    """This rank's shard with its initial values; optimizer state zero."""
+    """This rank's shard with its initial values. The optimizer state is zero."""
     dim = layout.tables[0].dim
     rows = Rows(HOST.zeros(layout.local_rows, dim), HOST.zeros(layout.local_rows, state_width))
     for t, table in enumerate(layout.tables):
@@ -116,7 +118,7 @@ def host_table(layout: ShardLayout, rank: int, seed: int, state_width: int) -> H
 
 
 def resharded_rows(shards: Sequence[Rows], layout: ShardLayout, rank: int) -> Rows:
-    """Rank ``rank``'s shard by ``layout``, from all shards of the same tables over another number of ranks."""
+    """The shard of ``rank`` in ``layout``, from all shards of the same tables over a different number of ranks."""
     old = shard_layout(layout.tables, len(shards))
     dim, state_width = shards[0].weight.shape[1], shards[0].state.shape[1]
     result = Rows(HOST.zeros(layout.local_rows, dim), HOST.zeros(layout.local_rows, state_width))

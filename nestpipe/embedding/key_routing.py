@@ -1,7 +1,7 @@
-"""Key routing: which rows of which rank a batch needs, micro-batch by micro-batch.
+"""Key routing: which rows of which rank a batch needs, for each micro-batch.
 
-Keys are deduplicated on both sides: the requester sends each distinct key of a micro-batch once,
-the owner retrieves each distinct row of the batch once, whoever asked for it.
+Keys are deduplicated on both sides. The requester sends each distinct key of a micro-batch once. The
+owner retrieves each distinct row of the batch once, no matter how many ranks asked for it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ def _no_positions() -> Tensor:
 
 @dataclass(frozen=True)
 class MicroPlan:
-    """One micro-batch's part of a routing plan; all int64.
+    """One micro-batch's part of a routing plan. All tensors are int64.
 
-    ``inverse`` [keys]: per key, features one after the other, its row among the received;
-    ``receive``/``send``: rows from and to each rank; ``send_index`` [sum(send)]: positions in the
-    buffer of the rows that travel, in rank order of their requesters. If tables are replicated over groups:
-    ``everywhere`` [n], positions in the buffer of the rows that any group's micro-batch touches, and ``arrive_index``
-    [sum(send)], positions in ``everywhere`` of the rows that travel here.
+    ``inverse`` [keys]: for each key, feature after feature, its row among those received. ``receive`` and ``send``:
+    how many rows come from and go to each rank. ``send_index`` [sum(send)]: positions in the buffer of the rows to
+    send, in rank order of their requesters.
+
+    Only if tables are replicated over groups: ``everywhere`` [n]: positions in the buffer of the rows that any
+    group's micro-batch touches. ``arrive_index`` [sum(send)]: positions in ``everywhere`` of the rows sent.
     """
 
     inverse: Tensor
@@ -48,11 +49,13 @@ class MicroPlan:
 class RoutingPlan:
     """Everything that later stages need to know about a batch's keys.
 
-    ``rows`` int64 [distinct], sorted: local rows of this rank that the batch touches, anywhere.
-    ``shared``/``shared_before``: positions in ``rows`` and in the previous plan's ``rows`` of the
-    rows that both batches touch. ``travelling``: keys that this rank asks for, each once per
-    micro-batch; ``distinct``: each once per batch; ``remote``, ``minimum_remote``: those of other
-    ranks among them. ``ended``: no rank has any more data (an empty plan).
+    ``rows`` int64 [distinct], sorted: local rows of this rank that the batch touches on any rank. ``shared`` and
+    ``shared_before``: positions of the rows that both batches touch, in ``rows`` and in the previous plan's ``rows``.
+
+    Counts of the keys that this rank asks for: ``travelling``, each once per micro-batch; ``distinct``, each once
+    per batch; ``remote`` and ``minimum_remote``, those of ``travelling`` and ``distinct`` that other ranks own.
+
+    ``ended``: no rank has any more data, and the plan is empty.
     """
 
     micro: tuple[MicroPlan, ...] = ()
@@ -68,14 +71,14 @@ class RoutingPlan:
 
     @property
     def synchronised(self) -> list[int]:
-        """Rows per micro-batch that D exchanges; empty if tables are not replicated."""
+        """The number of rows that D exchanges for each micro-batch; empty if tables are not replicated."""
         return [len(m.everywhere) for m in self.micro if m.everywhere is not None]
 
 
 def batch_keys(parts: Sequence[Batch], layout: ShardLayout) -> Tensor:
-    """int64 [keys]: every key as (micro-batch, owner, local row) in one number, so that sorting groups them so.
+    """int64 [keys]: each key as one number for (micro-batch, owner, local row), so that sorting groups them like that.
 
-    Raises ValueError naming feature, key and table if a key is negative or beyond the table.
+    Raises ValueError, which names feature, key and table, if a key is negative or beyond the table.
     """
     span = layout.world_size * layout.local_rows
     pieces = []
@@ -102,9 +105,11 @@ def batch_keys(parts: Sequence[Batch], layout: ShardLayout) -> Tensor:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What this rank asks for. ``distinct`` int64, sorted as ``batch_keys`` numbers them; ``inverse`` int64 [keys];
-    ``bounds`` int64 [micro-batches * ranks + 1]: where each (micro-batch, owner) begins in ``distinct``;
-    ``counts`` int64 [micro-batches, ranks].
+    """The keys that this rank asks for.
+
+    ``distinct`` int64: sorted numbers of ``batch_keys``. ``inverse`` int64 [keys]: each key's position in
+    ``distinct``. ``bounds`` int64 [micro-batches * ranks + 1]: the index in ``distinct`` at which each
+    (micro-batch, owner) begins. ``counts`` int64 [micro-batches, ranks]: distinct keys of each.
     """
 
     distinct: Tensor
@@ -125,11 +130,11 @@ def route(
     previous: RoutingPlan | None,
     agree: Agree = _no_agreement,
 ) -> RoutingPlan:
-    """The routing plan of a batch given as its micro-batches. Collective: one exchange of sizes, one of keys.
+    """The routing plan of a batch, whose micro-batches are ``parts``. Collective: exchanges sizes, then keys.
 
-    ``ended``: this rank has no more data and ``parts`` are empty; it takes part until no rank has any.
-    ``previous``: the plan of the batch before, if buffers are to be synchronised with it. ``agree``: maps what the
-    group of ``exchange`` knows, (samples, has the data ended), to what all ranks know.
+    ``ended``: this rank has no more data and ``parts`` are empty. It still takes part until no rank has any data.
+    ``previous``: the plan of the previous batch, if buffers are to be synchronised with it. ``agree``: maps what the
+    group of ``exchange`` knows, (samples, whether its data has ended), to what all ranks know.
     """
     wanted = _count(parts, layout)
     asked, samples, group_ended = _exchange_counts(wanted, sum(map(len, parts)), ended, exchange)
@@ -162,16 +167,16 @@ def route(
 
 
 def _count(parts: Sequence[Batch], layout: ShardLayout) -> _Wanted:
-    """Deduplicate each micro-batch's keys, and count them by owner."""
+    """Deduplicate the keys of each micro-batch and count them by owner."""
     distinct, inverse = torch.unique(batch_keys(parts, layout), return_inverse=True)
-    # Counts are numpy's: on a few numbers it is faster than torch, and does not give the interpreter away each time.
+    # Counts use numpy: for a few numbers it is faster than torch, and does not release the interpreter each time.
     edges = torch.from_numpy(np.arange(len(parts) * layout.world_size + 1) * layout.local_rows)
     bounds = torch.searchsorted(distinct, edges).numpy()
     return _Wanted(distinct, inverse, bounds, np.diff(bounds).reshape(len(parts), layout.world_size))
 
 
 def _exchange_counts(wanted: _Wanted, samples: int, ended: bool, exchange: Exchange) -> tuple[np.ndarray, int, bool]:
-    """Keys that each rank asks this one for, int64 [ranks, micro-batches]; samples of the group; has its data ended."""
+    """Keys that each rank asks this one for, int64 [ranks, micro-batches]; the group's samples; has its data ended?"""
     micros, world = wanted.counts.shape
     facts = np.empty((world, micros + 2), dtype=np.int64)
     facts[:, :micros] = wanted.counts.T
@@ -183,10 +188,10 @@ def _exchange_counts(wanted: _Wanted, samples: int, ended: bool, exchange: Excha
 
 
 def _exchange_keys(local: Tensor, counts: np.ndarray, asked: np.ndarray, exchange: Exchange) -> Tensor:
-    """int64 [asked.sum()]: local rows that the ranks ask for, by rank and then by micro-batch."""
+    """int64 [asked.sum()]: local rows that the ranks ask this one for, by rank and then by micro-batch."""
     micros, world = counts.shape
     outgoing = local
-    if micros > 1:  # keys travel grouped by owner; they were sorted by micro-batch first
+    if micros > 1:  # keys are sent grouped by owner, but were sorted by micro-batch first
         pieces = local.split(counts.flatten().tolist())
         outgoing = torch.cat([pieces[m * world + r] for r in range(world) for m in range(micros)])
     incoming = HOST.empty(int(asked.sum()), dtype=torch.int64)
@@ -197,7 +202,7 @@ def _exchange_keys(local: Tensor, counts: np.ndarray, asked: np.ndarray, exchang
 def _micro_plans(
     parts: Sequence[Batch], layout: ShardLayout, wanted: _Wanted, asked: np.ndarray, positions: Tensor
 ) -> tuple[MicroPlan, ...]:
-    """``positions`` int64 [asked.sum()]: of each row that is asked for in the buffer."""
+    """``positions`` int64 [asked.sum()]: for each row that a rank asks for, its position in the buffer."""
     micros, world = wanted.counts.shape
     chunks = positions.split(asked.flatten().tolist())  # [requester][micro-batch]
     features = [feature for table in layout.tables for feature in table.features]
@@ -218,7 +223,7 @@ def _micro_plans(
 
 
 def shared_positions(rows: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the common values of two sorted, distinct int64 vectors, in each."""
+    """Positions in ``rows`` and in ``previous`` of their common values. Both are int64, sorted and distinct."""
     if not len(rows) or not len(previous):
         return rows[:0], rows[:0]
     at = torch.searchsorted(previous, rows).clamp_(max=len(previous) - 1)

@@ -10,17 +10,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Memory:
-    """Tensors on one device: rings, buffers, received rows, accumulators and flat gradients come from here."""
+    """Allocates tensors on one device: rings, buffers, received rows, accumulators and flat gradients."""
 
     device: str = "cpu"
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor whose values are whatever was in its memory."""
+        """A tensor with undefined values."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
-#: Where tables, keys and routing plans are, whatever device trains.
+#: The memory of tables, keys and routing plans, which are on the host for every training device.
 HOST = Memory()

@@ -1,4 +1,4 @@
-"""The embedding module that a model gets injected: it hands out the rows that have arrived for a micro-batch."""
+"""The embedding module that is injected into a model: it returns the rows that have arrived for a micro-batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nestpipe.data.tables import TableConfig
 
 
 class ReceivedEmbeddings(nn.Module):
-    """Takes the place of a torchrec ``EmbeddingCollection``: maps the sparse features to ``Jagged`` rows by name.
+    """Replaces a torchrec ``EmbeddingCollection``: maps the sparse features to ``Jagged`` rows by name.
 
-    The engine sets the micro-batch's rows before the forward pass; embedding happens by position,
-    so the keys that the model passes are not looked at again.
+    The engine sets the micro-batch's rows before the forward pass. They are in the order of the keys, so the keys
+    that the model passes are ignored.
     """
 
     def __init__(self, tables: Sequence[TableConfig]):
@@ -24,7 +24,7 @@ class ReceivedEmbeddings(nn.Module):
         self._jagged: dict[str, Jagged] = {}
 
     def set(self, received: Tensor, inverse: Tensor, part: Batch) -> None:
-        """``received`` float32 [rows, dim] (a leaf that gathers the gradient), ``inverse`` int64 [keys]."""
+        """``received`` float32 [rows, dim]: a leaf that collects the gradient. ``inverse`` int64 [keys]: their rows."""
         counts = [part.sparse[feature].values().numel() for feature in self.features]
         # One gather for all features: its backward is then one scatter, not one per feature.
         rows = received.index_select(0, inverse).split(counts)

@@ -1,7 +1,7 @@
-"""Tables replicated over groups of ranks: group g of M holds ranks r with r mod M = g, and a whole copy of the tables.
+"""Tables replicated over groups of ranks. Group g of M has the ranks r with r mod M = g and a copy of all tables.
 
-All2Alls stay inside a group. What a batch's update needs of the other groups is exchanged among the ranks that hold
-the same shard in each group (stage D), so every replica makes the same update and all stay equal, bit for bit.
+All2Alls stay inside a group. What a batch's update needs from other groups is exchanged among the ranks that hold
+the same shard in each group (stage D). So every replica makes the same update, and all stay equal bit for bit.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from nestpipe.ranks.collectives import Exchange
 
 
 def check_groups(ranks: int, groups: int) -> None:
-    """Raises ValueError if ``ranks`` ranks make no ``groups`` groups of equal size."""
+    """Raises ValueError if the ranks cannot be split into ``groups`` groups of equal size."""
     if groups < 1 or ranks % groups:
         raise ValueError(f"{ranks} ranks cannot be split into {groups} replica groups of equal size")
 
 
 def sharding_groups(groups: int) -> list[list[int]] | None:
-    """Ranks of each group; None if one group holds all. Raises ValueError for what cannot be split."""
+    """The ranks of each group; None if one group has them all. Raises ValueError if they cannot be split equally."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     check_groups(ranks, groups)
     return [list(range(g, ranks, groups)) for g in range(groups)] if groups > 1 else None
 
 
 def replica_groups(groups: int) -> list[list[int]]:
-    """Ranks that hold the same shard, one per group, in the order of the groups."""
+    """For each shard the ranks that hold it, one per group, in the order of the groups."""
     ranks = dist.get_world_size()
     return [list(range(first, first + groups)) for first in range(0, ranks, groups)]
 
 
 class Replicas:
-    """The ranks holding this rank's shard in the other groups: a process group for key routing (K), one for D.
+    """Exchanges with the ranks that hold this rank's shard in the other groups.
 
-    Collective.
+    There is one process group for key routing (K) and one for D. Construction is collective.
     """
 
     def __init__(self, groups: int):
@@ -47,13 +47,13 @@ class Replicas:
         self.exchanges = {name: Exchange(replica_groups(groups)) for name in ("replica keys", "replicas")}
 
     def agree(self, samples: int, ended: bool) -> tuple[int, bool]:
-        """Samples of all groups' batches, and whether all groups' data has ended."""
+        """The number of samples in all groups' batches, and whether the data of all groups has ended."""
         facts = torch.tensor([samples, ended])
         self.exchanges["replica keys"].all_reduce(facts)
         return int(facts[0]), int(facts[1]) == self.groups
 
     def widened(self, plan: RoutingPlan, previous: RoutingPlan | None) -> RoutingPlan:
-        """``plan`` with the rows that any group touches: their replicas here are to be updated too. Part of K."""
+        """``plan`` with the rows that any group touches, since their replicas here must be updated too. Part of K."""
         own = [plan.rows[micro.send_index.unique()] for micro in plan.micro]
         everywhere = [rows.unique() for rows in self._gathered(own)]
         rows = torch.cat(everywhere).unique()
@@ -71,7 +71,7 @@ class Replicas:
         return replace(plan, micro=micro, rows=rows, shared=shared, shared_before=shared_before)
 
     def _gathered(self, pieces: list[Tensor]) -> list[Tensor]:
-        """Per micro-batch, all groups' rows."""
+        """The rows of all groups, for each micro-batch."""
         exchange, groups = self.exchanges["replica keys"], self.groups
         counts = exchange.all_gather(torch.tensor([len(p) for p in pieces]))  # [groups, micro-batches]
         mine = torch.cat(pieces)
@@ -86,10 +86,10 @@ class Replicas:
         return gradient
 
     def apart(self, gradient: Tensor) -> Tensor:
-        """float32 [groups, n, dim]: each group's."""
+        """float32 [groups, n, dim]: the gradient of each group."""
         return self.exchanges["replicas"].all_gather(gradient)
 
     def sent_rows(self, rows: int, averaged: bool) -> int:
-        """Rows that this rank sends for a D of ``rows`` rows: a ring AllGather (``averaged``) or AllReduce."""
+        """Rows that this rank sends for a D of ``rows`` rows: ring AllGather if ``averaged``, else ring AllReduce."""
         others = self.groups - 1
         return others * rows if averaged else 2 * others * rows // self.groups

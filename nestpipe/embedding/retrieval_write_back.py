@@ -1,7 +1,7 @@
-"""Embedding rows on the move between the host table and a buffer.
+"""Moves embedding rows between the host table and a buffer.
 
-Retrieval (stage R) is ``gather``: rows of the table into a buffer. Write-back (W) is ``scatter``: a buffer's rows
-into the table.
+Retrieval (stage R) is ``gather``, from the table to a buffer. Write-back (stage W) is ``scatter``, from a buffer to
+the table.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Rows:
             torch.index_select(self.state, 0, index, out=out.state)
 
     def scatter(self, index: Tensor, rows: Rows) -> None:
-        """Write-back: ``self[index[i]] = rows[i]``, weight and state; indices are distinct."""
+        """Write-back: ``self[index[i]] = rows[i]``, weight and state. The indices must be distinct."""
         self.weight.index_copy_(0, index, rows.weight)
         if self.state.shape[1]:
             self.state.index_copy_(0, index, rows.state)
 
     def equals(self, table: Rows, index: Tensor) -> bool:
-        """Whether these are ``table``'s rows ``index``, bit for bit."""
+        """Whether these rows equal rows ``index`` of ``table``, bit for bit."""
         same = torch.equal(self.weight, table.weight.index_select(0, index))
         return same and torch.equal(self.state, table.state.index_select(0, index))
 
     def first(self, count: int) -> Rows:
-        """The leading ``count`` rows, without a copy."""
+        """The first ``count`` rows, without a copy."""
         return Rows(self.weight[:count], self.state[:count])
 
 
 def empty_rows(count: int, dim: int, state_width: int, memory: Memory = HOST) -> Rows:
-    """Room for ``count`` rows, values not set."""
+    """``count`` rows with undefined values."""
     return Rows(memory.empty(count, dim), memory.empty(count, state_width))

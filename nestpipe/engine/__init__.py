@@ -1,4 +1,4 @@
-"""The trainer that executes a schedule: its stages as functions, on lanes."""
+"""The trainer that executes a schedule: stages are functions, and lanes run them."""
 
 from nestpipe.engine.engine import Engine
 

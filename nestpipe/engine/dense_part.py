@@ -1,4 +1,4 @@
-"""The model outside its embedding tables: what F, B, A and O work on."""
+"""The model without its embedding tables: what F, B, A and O work on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from nestpipe.trainer import DenseOptimizer, ModelSpec
 class DensePart:
     """The model, the embedding module injected into it, its optimizer, and one flat gradient of all its weights.
 
-    ``gradient``: float32, one vector that all dense gradients are views of: one AllReduce, and backward adds in place.
+    ``gradient``: one float32 vector, of which all dense gradients are views. So one AllReduce is enough, and
+    backward adds in place.
     """
 
     def __init__(self, spec: ModelSpec, dense_optimizer: DenseOptimizer, memory: Memory):
@@ -30,9 +31,9 @@ class DensePart:
         self._optimizer = dense_optimizer(parameters)
 
     def loss_sum(self, part: Batch, received: Tensor, inverse: Tensor) -> Tensor:
-        """The summed losses of a micro-batch, a scalar; see ``ReceivedEmbeddings.set`` for its rows.
+        """The summed losses of a micro-batch, a scalar. ``ReceivedEmbeddings.set`` describes the arguments.
 
-        Raises ValueError if the model does not return one loss per sample.
+        Raises ValueError if the model does not return one loss per sample, or their sum if ``summed`` is set.
         """
         self._embeddings.set(received, inverse, part)
         losses = self._model(part)
@@ -44,12 +45,12 @@ class DensePart:
         return losses.sum()
 
     def step(self) -> None:
-        """Apply the gradient, and set it to zero."""
+        """Apply the gradient and set it to zero."""
         self._optimizer.step()
         self.gradient.zero_()
 
     def weights(self) -> dict[str, Tensor]:
-        """The dense weights by name, live."""
+        """The dense weights by name; live tensors."""
         return {name: p.detach() for name, p in self._model.named_parameters()}
 
     def optimizer_state(self) -> Any:
@@ -57,12 +58,12 @@ class DensePart:
         return self._optimizer.state_dict()
 
     def load(self, weights: Mapping[str, Tensor], optimizer_state: Any) -> None:
-        """Take over copies of both; a gradient under way is dropped."""
+        """Load copies of both. A partly summed gradient is dropped."""
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(weights[name])
         self.gradient.zero_()
-        # A copy: an optimizer takes tensors over as they are, and would then change the caller's.
+        # A copy: an optimizer keeps the tensors that it is given, and would then change the caller's.
         self._optimizer.load_state_dict(deepcopy(optimizer_state))
 
 

@@ -1,4 +1,4 @@
-"""The trainer that executes a schedule: its stages are functions, and lanes decide when each runs."""
+"""The trainer that executes a schedule: stages are functions, and lanes decide when each runs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,22 @@ from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepRes
 
 
 def make_lanes(overlap: bool) -> MakeLanes:
-    """Lanes that overlap, each on a thread, or one operation at a time."""
+    """What makes the lanes: overlapping ones, a thread each, or a single sequence of operations."""
     return ThreadLanes if overlap else OneAtATime
 
 
 class Engine:
-    """Trains ``spec`` by ``schedule`` on every rank of the default process group (or on one rank without it).
+    """Trains ``spec`` by ``schedule`` on every rank of the default process group, or on one rank without a group.
 
     ``lanes``: makes what runs the operations; ``OneAtATime`` runs the schedule's list one by one.
-    ``replica_groups``: groups that hold a whole copy of the tables each, if the schedule has a stage D.
-    ``memory``: where rings, buffers and gradients are.
-    Marks are obeyed: E or G that are ``lossy`` move bfloat16; ``update_rule`` on U is 2D-SP's, averaged over groups.
-    Raises ValueError for a schedule that lacks a stage this engine needs or whose declared accesses
-    do not cover what the stage really touches, for ranks that cannot be split, and for an unknown sparse optimizer.
+    ``replica_groups``: the number of groups that each hold a whole copy of the tables, if the schedule has a stage D.
+    ``memory``: allocates rings, buffers and gradients.
+
+    Marks are obeyed. ``lossy`` on E or G makes it move bfloat16. ``update_rule`` on U selects the rule of 2D-SP,
+    averaged over groups.
+
+    Raises ValueError for a schedule that lacks a stage which this engine needs, for one whose declared accesses do
+    not cover what a stage touches, for ranks that cannot be split, and for an unknown sparse optimizer.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Engine:
             schedule, sparse_optimizer, self._table, self._dense, self._exchanges, self._next_batch, memory
         )
         self._batches: Iterator[Batch] = iter(())
-        self._early_rows: Mapping[int, Mapping[str, Tensor]] = {}  # of a checkpoint, see ``state_dict``
+        self._early_rows: Mapping[int, Mapping[str, Tensor]] = {}  # from a checkpoint, see ``state_dict``
         self._running = False
         self._step = 0
         self._first = 0
@@ -86,7 +89,7 @@ class Engine:
             self._lanes.run_step(self._step)
             self._lanes.wait(Ref("O", self._step))
             result = self._stages.take_result(self._step)
-            if result is None:  # passed over: the data of all ranks has ended
+            if result is None:  # the step was skipped, since the data of all ranks has ended
                 self._lanes.drain()
                 self._running = False
                 raise StopIteration
@@ -103,19 +106,22 @@ class Engine:
         return self._whole(name, self._table.block(name).weight)
 
     def row_state(self, name: str) -> Tensor:
-        """The optimizer state of a whole table, float32 [rows, state width], on every rank; like ``table``."""
+        """The optimizer state of a whole table, float32 [rows, state width], on every rank; else like ``table``."""
         self._finish()
         return self._whole(name, self._table.block(name).state)
 
     def load_table(self, name: str, rows: Tensor) -> None:
-        """Set the weights of a table, float32 [rows, dim], before the first step; each rank takes its own rows."""
+        """Set the weights of a table from ``rows``, float32 [table rows, dim], before the first step.
+
+        Every rank gets the whole table and takes the rows that it owns.
+        """
         self._table.load(name, rows)
 
     def dense_state(self) -> Mapping[str, Tensor]:
         return self._dense.weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that makes training resume exactly from batch ``step``, on this rank; live tensors.
+        """Everything that this rank needs to resume training exactly from batch ``step``. The tensors are live.
 
         ``in_flight``: by batch, prefetched rows that no longer match the table.
         """
@@ -131,13 +137,13 @@ class Engine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over ``state``; batches in flight are dropped, and the next iterator must start with batch ``step``.
+        """Load ``state``. Batches in flight are dropped, and the next iterator must start with batch ``step``.
 
-        Raises ValueError for a state of another number of shards (``resharded`` makes one that fits).
+        Raises ValueError for a state with a different number of shards (``resharded`` makes one that fits).
         """
         shards = self._table.layout.world_size
         if state["shards"] != shards:
-            raise ValueError(f"state of {state['shards']} shards, but there are {shards} here")
+            raise ValueError(f"the state has {state['shards']} shards, but there are {shards} here")
         self._finish()
         self._running = False
         self._step = state["step"]
@@ -147,14 +153,15 @@ class Engine:
         self._dense.load(state["dense"], state["dense_optimizer"])
 
     def resharded(self, states: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
-        """A state for this rank from those of all ranks of another number of ranks, to resume from batch ``step``.
+        """A state for this rank, to resume from batch ``step``, made from the ``states`` of a different rank count.
 
-        Raises ValueError if rows in flight were read early: they fit the old batches only.
+        ``states`` has one state for each of the old ranks. Raises ValueError if rows in flight were read early,
+        since those fit only the old batches.
         """
         if any(state["in_flight"] for state in states):
-            raise ValueError(f"{self.name} has rows in flight that were read early; they fit their own number of ranks")
+            raise ValueError(f"{self.name} has rows in flight that were read early: resume on the old number of ranks")
         shards = states[0]["shards"]
-        # Replicas are equal: those of the first group will do.
+        # Replicas are equal, so those of the first group are enough.
         first = states[:: len(states) // shards]
         layout, rank = self._table.layout, self._table.rank
         rows = resharded_rows([Rows(state["weight"], state["state"]) for state in first], layout, rank)
@@ -169,11 +176,11 @@ class Engine:
     # ---- running ----
 
     def _next_batch(self) -> Batch | None:
-        """What P reads: the iterator that ``progress`` was given last."""
+        """The batch that P reads next, from the iterator that ``progress`` was last given; None at its end."""
         return next(self._batches, None)
 
     def _begin(self) -> None:
-        """Start a pipeline at the current step, and fill it."""
+        """Start a pipeline at the current step and fill it."""
         self._running = True
         self._first = self._step
         self._stages.begin_at(self._step, self._early_rows)
@@ -182,11 +189,11 @@ class Engine:
             self._lanes.run_step(step)
 
     def _finish(self) -> None:
-        """Bring the host table up to date between steps; the pipeline resumes afterwards."""
+        """Bring the host table up to date between steps. The pipeline resumes afterwards."""
         if not self._running:
             return
         self._lanes.drain()
-        # Between steps the newest update is only in the buffer if W belongs to the next step.
+        # If W belongs to the next step, the newest update is still only in the buffer between steps.
         last = self._step - 1
         if self._late_write_back and last >= self._first:
             self._stages.execute(Ref("W", last))
@@ -199,6 +206,6 @@ class Engine:
         return {batch: rows for batch, rows in found.items() if rows is not None}
 
     def _whole(self, name: str, blocks: Tensor) -> Tensor:
-        """All rows of a table from every rank's block of it. Collective."""
+        """All rows of a table, gathered from every rank's block of it. Collective."""
         count = next(table.rows for table in self._table.layout.tables if table.name == name)
         return self._exchanges.keys.all_gather(blocks).flatten(0, 1)[:count]

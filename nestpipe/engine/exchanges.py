@@ -1,4 +1,4 @@
-"""The process groups of the engine: one per lane that runs collectives, so ranks issue them in one order."""
+"""The process groups of the engine: one for each lane that runs collectives, so all ranks issue them in one order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from nestpipe.ranks.collectives import Exchange
 
 @dataclass(frozen=True)
 class Exchanges:
-    """``keys`` and ``all2all`` join the ranks that share one copy of the tables, ``allreduce`` joins all.
+    """``keys`` and ``all2all`` join the ranks that share one copy of the tables, and ``allreduce`` joins all ranks.
 
-    ``replicas``: what keeps several copies alike; None for one copy.
+    ``replicas``: keeps several copies equal; None for one copy.
     """
 
     keys: Exchange
@@ -22,7 +22,7 @@ class Exchanges:
 
     @property
     def copies(self) -> int:
-        """Groups of ranks that hold a whole copy of the tables each."""
+        """The number of copies of the tables; each is held by a group of ranks."""
         return self.replicas.groups if self.replicas else 1
 
     def close(self) -> None:
@@ -35,7 +35,7 @@ class Exchanges:
 def open_exchanges(copies: int) -> Exchanges:
     """Process groups for ``copies`` replicas of the tables. Collective.
 
-    Raises ValueError for ranks that cannot be split so.
+    Raises ValueError if the ranks cannot be split into that many groups of equal size.
     """
     sharding = sharding_groups(copies)
     keys = Exchange(sharding)

@@ -1,4 +1,4 @@
-"""What runs the operations of a schedule: a lane runs its own one at a time, in schedule order, after their waits."""
+"""Lanes run the operations of a schedule: each runs its own one at a time, in schedule order, after their waits."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ Execute = Callable[[Ref], None]
 
 
 class LaneStopped(RuntimeError):
-    """Raised in what waits on lanes after an operation has failed; ``__cause__`` is the first error."""
+    """Raised in whatever waits for lanes after an operation has failed. ``__cause__`` is the first error."""
 
 
 class Lanes(Protocol):
-    """All lanes of a schedule on one rank, driven by one thread, step after step."""
+    """All lanes of a schedule on one rank. One thread drives them, step after step."""
 
     def start(self, first_step: int) -> None:
-        """Begin again at ``first_step``; the lanes must be idle."""
+        """Begin at ``first_step``. The lanes must be idle."""
         ...
 
     def run_step(self, step: int) -> None:
-        """Hand ``step`` to every lane; when it returns, the compute lane has done its part."""
+        """Hand ``step`` to every lane. On return the compute lane has finished its part of the step."""
         ...
 
     def wait(self, ref: Ref) -> None:
-        """Wait until ``ref`` (absolute batch) has run; its step must have been handed over."""
+        """Wait until ``ref`` (absolute batch) has run. Its step must have been handed over before."""
         ...
 
     def drain(self) -> None:
-        """Wait until every lane has run all that was handed to it."""
+        """Wait until every lane has run everything that was handed to it."""
         ...
 
     def take_spans(self) -> list[Span]:
@@ -44,12 +44,12 @@ class Lanes(Protocol):
         ...
 
 
-#: Makes the lanes of a schedule, given what runs one operation, named with its absolute batch.
+#: Makes the lanes of a schedule, given a function that runs one operation, named with its absolute batch.
 MakeLanes = Callable[[Schedule, Execute], Lanes]
 
 
 class OneAtATime:
-    """The schedule's list run one operation at a time, in schedule order, on the caller's thread."""
+    """Runs the schedule's list one operation at a time, in schedule order, on the caller's thread."""
 
     def __init__(self, schedule: Schedule, execute: Execute):
         self._ops = [(op.ref, op.lane) for op in schedule.ops]

@@ -1,4 +1,4 @@
-"""The rings that stages hand their results on in, with the slots that the schedule declares."""
+"""The rings in which stages hand their results to one another, with the slots that the schedule declares."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from nestpipe.schedule.operations import Ref, Schedule
 
 
 class Rings:
-    """``rings["plan-1", ref]`` is the slot that ``Schedule.slot`` names, the arithmetic that the checker proves.
+    """``rings["plan-1", ref]`` is the slot that ``Schedule.slot`` names, by the arithmetic that the checker proves.
 
-    A slot is None until a stage puts something there. The slots of ``buffer`` are row buffers for good.
+    A slot is None until a stage puts something there. The slots of ``buffer`` always hold row buffers.
     """
 
     def __init__(self, schedule: Schedule, row_buffer: Callable[[], RowBuffer]):
@@ -29,7 +29,7 @@ class Rings:
         self._slots[name][index] = value
 
     def clear(self) -> None:
-        """Empty all slots but the row buffers, which keep their memory."""
+        """Empty all slots except the row buffers, which keep their memory."""
         for name, slots in self._slots.items():
             if name != "buffer":
                 slots[:] = [None] * len(slots)

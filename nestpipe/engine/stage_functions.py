@@ -1,7 +1,7 @@
 """What each stage of a schedule does on this engine.
 
-All that stages hand to one another is in rings whose slots the schedule declares, so what the checker
-proves about the declared slots holds for the memory that is really used.
+Everything that stages hand to one another is in rings, whose slots the schedule declares. So what the checker
+proves about the declared slots holds for the memory that the engine uses.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _ENDED = RoutingPlan(ended=True)
 
 
 class StageFunctions:
-    """``execute`` runs one operation; the caller sees to the order.
+    """``execute`` runs one operation. The caller is responsible for the order.
 
-    ``next_batch``: gives P this rank's next batch, None at the end of its data. ``functions``: by stage letter what
-    is run. Raises ValueError for a stage of ``schedule`` that has no function.
+    ``next_batch``: returns this rank's next batch for P, or None at the end of its data. ``functions``: the function
+    of each stage, by letter. Raises ValueError for a stage of ``schedule`` that has no function.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StageFunctions:
         self._early_rows: Mapping[int, Mapping[str, Tensor]] = {}
 
     def begin_at(self, step: int, early_rows: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """A pipeline starts with batch ``step``: what earlier batches left in the rings is void.
+        """Start a pipeline with batch ``step``, and drop what earlier batches left in the rings.
 
         ``early_rows``: by batch, rows restored from a checkpoint (``rows_read_early``), used instead of the table's.
         """
@@ -94,17 +94,17 @@ class StageFunctions:
         self._rings.clear()
 
     def execute(self, ref: Ref) -> None:
-        """Run one operation now. Batches before the first and after the last are passed over."""
+        """Run one operation now. Operations of batches before the first and after the last are skipped."""
         if ref.batch < self._first or (ref.stage not in "PHK" and self._plan(ref).ended):
             return
         self.functions[ref.stage](ref)
 
     def take_result(self, step: int) -> StepResult | None:
-        """What O left for ``step``, once; None if the data of all ranks had ended."""
+        """The result that O left for ``step``, only once; None if the data of all ranks had ended."""
         return self._results.pop(step, None)
 
     def rows_read_early(self, batch: int) -> dict[str, Tensor] | None:
-        """Copies of the rows of a batch in its buffer that no longer match the table; None if they all do."""
+        """Copies of a batch's rows in its buffer if any of them no longer matches the table, None if all match."""
         ref = Ref("R", batch)
         plan, rows = self._plan(ref), self._rings["buffer", ref].rows
         if plan.ended or rows.equals(self._table.rows, plan.rows):
@@ -149,7 +149,7 @@ class StageFunctions:
         early = self._early_rows.get(ref.batch)
         if early is None:
             self._table.rows.gather(index, rows)
-        else:  # resumed: these rows were in the buffer when the checkpoint was taken
+        else:  # a resumed run: these rows were in the buffer when the checkpoint was taken
             rows.weight.copy_(early["weight"])
             rows.state.copy_(early["state"])
 
@@ -165,7 +165,7 @@ class StageFunctions:
         self._rings["received", ref] = self._exchange_rows("E", source, plan.receive, plan.send)
 
     def _exchange_rows(self, stage: str, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> Tensor:
-        source = source.to(self._wire[stage])  # rows that stay here too: results do not depend on the ranks
+        source = source.to(self._wire[stage])  # also rows that stay here, so results do not depend on the rank count
         if self._table.layout.world_size > 1:
             target = self._memory.empty(sum(receive), self._dim, dtype=source.dtype)
             self._exchanges.all2all.all_to_all(target, source, receive, send)
@@ -203,7 +203,7 @@ class StageFunctions:
 
     def _synchronise_replicas(self, ref: Ref) -> None:
         replicas = self._exchanges.replicas
-        if replicas is None:  # one group: G has accumulated
+        if replicas is None:  # one group: G has already accumulated
             return
         own = self._rings["arrived", ref]
         index = self._plan(ref).micro[ref.micro - 1].everywhere
@@ -211,7 +211,10 @@ class StageFunctions:
         self._accumulate(ref, index, replicas.apart(own) if self._averaged else replicas.summed(own))
 
     def _accumulate(self, ref: Ref, index: Tensor, gradient: Tensor) -> None:
-        """Add float32 [.., n, dim] to the accumulator's rows ``index``; with 2D-SP's rule it has a part per group."""
+        """Add ``gradient``, float32 [.., n, dim], to the accumulator's rows ``index``.
+
+        With the rule of 2D-SP both have a first dimension, with an entry for each group.
+        """
         total = self._rings["accumulator", ref]
         if total is None:
             total = self._memory.zeros(*gradient.shape[:-2], len(self._plan(ref).rows), self._dim)
@@ -223,7 +226,7 @@ class StageFunctions:
     def _sparse_update(self, ref: Ref) -> None:
         total, rows = self._rings["accumulator", ref], self._rings["buffer", ref].rows
         index = self._plan(ref).rows
-        if self._schedule.updates_table:  # what the buffer holds was read early: update what is there now
+        if self._schedule.updates_table:  # the buffer's rows were read early, so update the table's current ones
             self._table.rows.gather(index, rows)
         if self._averaged and total.dim() == 3:
             averaged_update(self._rule, rows, total)

@@ -14,8 +14,8 @@ from nestpipe.measurement.trace import Span
 from nestpipe.schedule.operations import Ref, Schedule
 from nestpipe.schedule.stages import COMPUTE_LANE
 
-#: Seconds a lane may hold the interpreter while another asks for it. Python's 5 ms would let one
-#: lane's small operations wait for a whole forward pass of another's.
+#: Seconds that a lane may hold the interpreter while another waits for it. With Python's 5 ms, one lane's
+#: small operations could wait for a whole forward pass on another.
 _SWITCH_INTERVAL = 5e-5
 
 Delay = Callable[[Ref], float]
@@ -23,7 +23,7 @@ Delay = Callable[[Ref], float]
 
 @dataclass
 class _Lane:
-    """``done``: operations finished since ``start``; others wait on it under ``changed``."""
+    """``done``: operations finished since ``start``. Other lanes wait for it to change, under ``changed``."""
 
     name: str
     program: list[tuple[Ref, list[tuple[_Lane, int, int]]]] = field(default_factory=list)
@@ -34,9 +34,9 @@ class _Lane:
 
 
 class ThreadLanes:
-    """A thread per lane; the compute lane, if there is one, runs on the thread that calls ``run_step``.
+    """A thread per lane. The compute lane, if there is one, runs on the thread that calls ``run_step``.
 
-    ``delay``: seconds to sleep before an operation, for tests that shake the order.
+    ``delay``: gives the seconds to sleep before an operation, for tests that perturb the order.
     """
 
     def __init__(self, schedule: Schedule, execute: Execute, delay: Delay | None = None):
@@ -90,7 +90,7 @@ class ThreadLanes:
         for lane in self._lanes.values():
             with lane.changed:
                 lane.changed.notify_all()
-        # After an error a lane may be left inside a collective that no peer joins; it ends with the process.
+        # After an error a lane may be stuck in a collective that no peer joins. It ends with the process.
         deadline = time.monotonic() + (0.5 if self._error else 5.0)
         for thread in self._threads:
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
@@ -153,7 +153,7 @@ class ThreadLanes:
 
 
 def _programs(schedule: Schedule) -> dict[str, _Lane]:
-    """Per lane its operations in a step, with their waits: (lane, steps from this one, place in that lane's step)."""
+    """By lane, its operations in a step with their waits: (lane, steps from this one, position in that lane's step)."""
     lanes = {name: _Lane(name) for name in schedule.lanes}
     for op in schedule.ops:
         needs = []

@@ -1,1 +1,1 @@
-"""From spans to step times, exposed communication and run records: one definition for real and simulated runs."""
+"""Step times, exposed communication and run records from spans, by one definition for real and simulated runs."""

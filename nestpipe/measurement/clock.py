@@ -1,7 +1,7 @@
 """One clock for the spans of all ranks.
 
-Spans are stamped with ``time.perf_counter_ns``, on Linux CLOCK_MONOTONIC: common to every process of a host,
-unrelated between hosts.
+Spans are stamped with ``time.perf_counter_ns``, which on Linux is CLOCK_MONOTONIC. All processes of a host share
+it, but the clocks of different hosts are unrelated.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ PINGS = 8
 
 
 def boot_id() -> str:
-    """Identity of this host's running kernel: processes with the same one share CLOCK_MONOTONIC."""
+    """The identity of this host's running kernel. Processes with the same identity share CLOCK_MONOTONIC."""
     return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def clock_offset(group: dist.ProcessGroup | None = None) -> float:
     """Seconds to add to this rank's ``time.perf_counter`` to get the clock of the group's first rank.
 
-    Collective: every rank of ``group`` (default: all) calls it at the same point. Exactly 0.0 on every rank when
-    all share one kernel. Otherwise as NTP does it: of some pings the one with the shortest round trip, taken
-    to be symmetric, so the error is at most half that round trip.
+    Collective: every rank of ``group`` (default: all ranks) must call it at the same point. The result is exactly
+    0.0 on every rank if all share one kernel. Otherwise it is measured as NTP does it: of ``PINGS`` pings, the one
+    with the shortest round trip counts. That round trip is taken to be symmetric, so the error is at most half of it.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     boot_ids: list[str] = [""] * world_size
@@ -61,7 +61,7 @@ def _ping_first_rank(group: dist.ProcessGroup | None) -> float:
         sent_ns = time.perf_counter_ns()
         dist.send(stamp, group=group, group_dst=0)
         dist.recv(stamp, group=group, group_src=0)
-        theirs_ns = int(stamp.item())  # on CUDA this also waits for the answer
+        theirs_ns = int(stamp.item())  # on CUDA this also waits for the reply
         received_ns = time.perf_counter_ns()
         pings.append((received_ns - sent_ns, theirs_ns - (sent_ns + received_ns) / 2))
     return min(pings)[1] / 1e9

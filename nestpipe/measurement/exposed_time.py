@@ -1,13 +1,13 @@
-"""Exposed time, the one definition: timelines in, step latency and its parts out.
+"""The only definition of exposed time: from timelines to step latency and its parts.
 
-Step t runs from the end of step t - 1 to the end of its last compute operation. Inside it the
-compute lane is busy (dense: F and B; update: U, S and O) or idle. Each idle interval ends because
-some operation could start at last: walk back from it along the critical path (``critical_path``) and
-charge each stretch to the operation that was running on it; stretches when none was running are
-``other``. Waiting inside a collective for the last rank to enter is ``skew``. The parts are disjoint
-and sum to the step.
+Step t runs from the end of step t - 1 to the end of its last compute operation. Inside it the compute
+lane is busy (dense: F and B; update: U, S and O) or idle. Each idle interval ends when some operation
+can start. From there the walk goes back along the critical path (``critical_path``) and charges each
+stretch to the operation that was running. Stretches without a running operation are ``other``. Time
+spent inside a collective waiting for the last rank to enter is ``skew``. The parts are disjoint and
+sum to the step.
 
-Real runs and simulations go through here alike, all ranks at once.
+Real runs and simulations use the same code, for all ranks at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nestpipe.measurement.critical_path import IdleIntervals, walk_back
 from nestpipe.measurement.trace import Timeline
 from nestpipe.schedule.stages import CATEGORIES, COMPUTE_LANE, STAGES
 
-#: Where an idle stretch of the compute lane can go, next to skew and other.
+#: What an idle stretch of the compute lane can be charged to, apart from skew and other.
 EXPOSED = tuple(name for name in CATEGORIES if name not in ("dense", "update"))
 _CATEGORIES = (*CATEGORIES, "skew", "other")
 _RANKS_AT_A_TIME = 128
@@ -32,26 +32,27 @@ _RANKS_AT_A_TIME = 128
 class StepTimes:
     """Per-step times in milliseconds, float64 [steps, ranks], by name.
 
-    ``step``; its disjoint parts ``dense``, ``update``, ``exposed_input``, ``exposed_lookup``,
-    ``exposed_communication``, ``exposed_dense_sync``, ``skew``, ``other``; and the own totals
-    without skew ``input``, ``lookup``, ``communication``, ``dense_sync`` (of the batch, hidden or not).
+    The names are ``step``; its disjoint parts ``dense``, ``update``, ``exposed_input``, ``exposed_lookup``,
+    ``exposed_communication``, ``exposed_dense_sync``, ``skew`` and ``other``; and ``input``, ``lookup``,
+    ``communication`` and ``dense_sync``. The last four are totals of the batch's own operations, hidden or not,
+    without skew.
     """
 
     steps: tuple[int, ...]
     ms: Mapping[str, np.ndarray]
 
     def mean(self, name: str) -> np.ndarray:
-        """[steps], mean over ranks."""
+        """float64 [steps]: the mean over ranks."""
         return self.ms[name].mean(axis=1)
 
 
 def step_times(timeline: Timeline) -> StepTimes:
-    """Account every step that ``timeline`` shows from end to end. The first one has no beginning and is left out."""
+    """Times of every step that ``timeline`` shows from end to end. The first step has no beginning and is left out."""
     category = np.array([_CATEGORIES.index(STAGES[ref.stage].category) for ref in timeline.refs], dtype=np.int64)
     batch = np.array([ref.batch for ref in timeline.refs], dtype=np.int64)
     on_lane = np.flatnonzero([lane == COMPUTE_LANE for lane in timeline.lanes])
     # Compute operations in the order of the lane; a step ends with the last one of its batch. When a run stops,
-    # batches may have been made ready (S) that never trained: those are not steps.
+    # S may have prepared batches that are never trained. Those are not steps.
     trained = set(batch[on_lane[category[on_lane] == _CATEGORIES.index("dense")]].tolist())
     last = {int(b): i for i, b in enumerate(batch[on_lane]) if int(b) in trained}
     complete = sorted(b for b in last if b - 1 in last)
@@ -61,7 +62,7 @@ def step_times(timeline: Timeline) -> StepTimes:
     ends = timeline.end[on_lane[bounds]]
     ms = {name: np.empty((len(complete), timeline.ranks)) for name in _names()}
     ms["step"] = (ends[1:] - ends[:-1]) * 1e3
-    # A few ranks at a time: the tables of the walk stay small in a cluster of any size.
+    # A few ranks at a time, so that the walk's tables stay small in a cluster of any size.
     for low in range(0, timeline.ranks, _RANKS_AT_A_TIME):
         ranks = slice(low, low + _RANKS_AT_A_TIME)
         parts = _parts(timeline, category, on_lane, bounds, np.arange(*ranks.indices(timeline.ranks)))
@@ -73,7 +74,7 @@ def step_times(timeline: Timeline) -> StepTimes:
 
 
 def joined(ranks: Sequence[StepTimes]) -> StepTimes:
-    """Several single-rank accounts as one; steps that not every rank has are left out."""
+    """Several single-rank accounts as one. Steps that some rank lacks are left out."""
     steps = sorted(set.intersection(*(set(r.steps) for r in ranks)))
     pick = [[r.steps.index(step) for step in steps] for r in ranks]
     ms = {name: np.concatenate([r.ms[name][p] for r, p in zip(ranks, pick, strict=True)], axis=1) for name in _names()}
@@ -87,11 +88,11 @@ def _names() -> list[str]:
 def _parts(
     timeline: Timeline, category: np.ndarray, on_lane: np.ndarray, bounds: np.ndarray, ranks: np.ndarray
 ) -> np.ndarray:
-    """Milliseconds [steps, categories, ranks]: where the time of each step went on ``ranks``.
+    """Milliseconds [steps, categories, ranks]: how the time of each step divides up on ``ranks``.
 
     ``on_lane``: indices of the compute lane's operations, in its order. ``bounds``: places in ``on_lane`` of the
-    operations that end a step; a step is the operations after one bound up to the next, each with the idle
-    interval before it::
+    operations that end a step. A step is the operations after one bound up to and including the next, each with the
+    idle interval before it::
 
         on_lane:  | F B U O | F B U O | F B U O |
         bounds:           ^         ^         ^      two steps, of four operations each

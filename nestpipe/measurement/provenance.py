@@ -1,4 +1,4 @@
-"""Where a record comes from: versions, commit, host and command."""
+"""The origin of a record: versions, commit, host and command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout this package runs from, ``-dirty`` where files differ; None outside a checkout."""
+    """Commit of the checkout that this package runs from, with ``-dirty`` if files differ; None outside a checkout."""
     here = Path(__file__).resolve().parent
     try:
         run = subprocess.run(

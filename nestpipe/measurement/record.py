@@ -1,8 +1,8 @@
 """The run record: one method, one configuration, one seed. One schema, one writer, one store.
 
-A record is flat JSON. Per-step values are lists under their metric's name, means over ranks; under
-``median`` stands the median of each. ``kind`` says where the numbers come from: ``published``
-(printed by somebody), ``simulated`` (virtual clocks) or ``measured`` (real processes).
+A record is flat JSON. Each metric is a list of per-step values, which are means over ranks. ``median`` has the
+median of each metric. ``kind`` says where the numbers come from: ``published`` (printed in a publication),
+``simulated`` (virtual clocks) or ``measured`` (real processes).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nestpipe.measurement.exposed_time import EXPOSED, StepTimes
 SCHEMA = "nestpipe-record-1"
 KINDS = ("published", "simulated", "measured")
 
-#: Every per-step metric of a record. Times in ms, traffic in bytes summed over ranks, qps in samples/s.
+#: Every per-step metric of a record. Times are in ms, traffic is in bytes summed over ranks, qps is in samples/s.
 METRICS = (
     "step_ms",
     "qps",
@@ -50,16 +50,15 @@ METRICS = (
 
 
 class RecordError(ValueError):
-    """A file that is no record of this schema; the message says which file and why."""
+    """A file is not a record of this schema. The message says which file and why."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """``metrics``: per-step lists by name (METRICS); ``steps``: the step numbers they belong to.
+    """``metrics``: per-step lists by name (METRICS). ``steps``: the step numbers that the values belong to.
 
-    ``losses``: global loss of every step from 0 on, warm-up included. ``paper_method``: the method
-    of the paper whose printed numbers this one stands beside, None where there is none.
-    ``paced``: dense compute was stretched to stand in for an accelerator.
+    ``losses``: the global loss of every step from 0 on, including warm-up. ``paper_method``: the method in the paper
+    that this one is compared with, or None. ``paced``: dense compute was stretched to imitate an accelerator.
     """
 
     kind: str
@@ -79,25 +78,25 @@ class Record:
 
     @property
     def median(self) -> dict[str, float]:
-        """The median of each metric over the steps; metrics without values are left out."""
+        """The median of each metric over the steps. Metrics without values are left out."""
         return {name: float(np.median(values)) for name, values in self.metrics.items() if len(values)}
 
     def typical(self, name: str) -> float:
-        """A metric in one number: the mean over the steps of a simulated record, the median of any other."""
+        """One number for a metric: its mean over the steps of a simulated record, its median for any other."""
         values = self.metrics[name]
         return float(np.mean(values) if self.kind == "simulated" else np.median(values))
 
     def speedup_over(self, other: Record) -> float:
-        """How many times this record's step fits into the other's."""
+        """How many times faster this record's step is than the other's."""
         return other.typical("step_ms") / self.typical("step_ms")
 
     def scaling_from(self, base: Record) -> float:
-        """QPS per worker relative to that of ``base``, which has another number of workers."""
+        """QPS per worker relative to that of ``base``, which has a different number of workers."""
         return self.typical("qps") / self.workers / (base.typical("qps") / base.workers)
 
     @property
     def key(self) -> str:
-        """16 hex digits that name what was run: the same run again has the same key."""
+        """16 hex digits that identify what was run. The same run has the same key if it is repeated."""
         identity = {
             name: getattr(self, name) for name in ("kind", "method", "workers", "seed", "testbed", "paced", "config")
         }
@@ -110,22 +109,22 @@ class Record:
 
 
 def record_from_json(data: Any, source: str = "record") -> Record:
-    """The record that ``to_json`` gave. Raises RecordError naming ``source``."""
+    """The record from the result of ``to_json``. Raises RecordError, which names ``source``."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise RecordError(f"{source}: expected schema {SCHEMA}, found {found!r}: made by another version or program?")
+        raise RecordError(f"{source}: expected schema {SCHEMA}, found {found!r}: another version or program made it")
     names = set(Record.__dataclass_fields__) - {"metrics"}
     missing = sorted(name for name in ("kind", "method", "workers", "seed", "config", "steps") if name not in data)
     if missing:
         raise RecordError(f"{source}: lacks {', '.join(missing)}")
     if data["kind"] not in KINDS:
-        raise RecordError(f"{source}: kind {data['kind']!r} is none of {', '.join(KINDS)}")
+        raise RecordError(f"{source}: kind {data['kind']!r} is not one of {', '.join(KINDS)}")
     metrics = {name: data[name] for name in METRICS if name in data}
     _require_kinds(data, metrics, source)
     return Record(**{name: data[name] for name in names if name in data}, metrics=metrics)
 
 
-#: What each field of a record must be, for those who read it; ``paper_method`` may be null as well.
+#: The types that readers of a record rely on, by field. ``paper_method`` may also be null.
 _FIELD_KINDS: Mapping[str, tuple[type, ...]] = {
     "method": (str,),
     "paper_method": (str, NoneType),
@@ -143,7 +142,7 @@ _FIELD_KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 def _require_kinds(data: Mapping[str, Any], metrics: Mapping[str, Any], source: str) -> None:
-    """Raises RecordError where a value is of another kind: a file edited by hand, or of a foreign writer."""
+    """Raises RecordError for a value of the wrong type, as in a file that was edited by hand or by another program."""
     for name, kinds in _FIELD_KINDS.items():
         if name in data and type(data[name]) not in kinds:
             raise RecordError(f"{source}: {name} is {_short(data[name])}, expected {kinds[0].__name__}")
@@ -164,11 +163,10 @@ def _short(value: Any) -> str:
 
 
 def metrics_from_times(times: StepTimes, keep: Sequence[int], samples: Mapping[int, float]) -> dict[str, list[float]]:
-    """The metrics that follow from an account of time. Real and simulated runs alike.
+    """The metrics that follow from ``times``, of a real or a simulated run.
 
-    ``keep``: steps to report, of those accounted; ``samples``: global samples by step. Ratios are
-    formed per step from means over ranks: QPS = samples / step; exposed ratio = exposed / own
-    total; utilisation = dense / step.
+    ``keep``: which steps to report. ``samples``: global samples by step. Ratios are computed per step, from means
+    over ranks: QPS = samples / step; exposed ratio = exposed / own total; utilisation = dense / step.
     """
     index = [times.steps.index(step) for step in keep]
     mean = {name: times.mean(name)[index] for name in times.ms}
@@ -190,13 +188,13 @@ class Store:
     folder: Path
 
     def write(self, record: Record) -> Path:
-        """Put ``record`` in, in place of one of the same key."""
+        """Write ``record`` to the file at the returned path. It replaces one with the same kind, method and key."""
         path = self.folder / f"{record.kind}-{slug(record.method)}-{record.key}.json"
         write_atomically(path, json.dumps(record.to_json(), indent=1, default=str) + "\n")
         return path
 
     def read(self) -> tuple[list[Record], list[str]]:
-        """All records in order of file name, and a sentence for each file that is none."""
+        """All records in order of file name, and a sentence for each file that is not a record."""
         records, skipped = [], []
         for path in sorted(self.folder.glob("*.json")):
             try:

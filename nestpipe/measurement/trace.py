@@ -1,4 +1,4 @@
-"""What ran when, on which lane of which rank: spans, timelines of all ranks, Perfetto export."""
+"""What ran when, and on which lane of which rank: spans, timelines of all ranks, and the Perfetto export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nestpipe.schedule.stages import STAGES
 class Span(NamedTuple):
     """One operation, or a piece of one, on one rank. Times are ``time.perf_counter_ns`` of the rank's own clock.
 
-    ``stage``: letter of the stage (see ``schedule.STAGES``); ``batch``: absolute batch number;
+    ``stage``: the letter of the stage (see ``schedule.STAGES``). ``batch``: absolute batch number.
     ``micro``: 1-based micro-batch, 0 for an operation on the whole batch.
     """
 
@@ -34,9 +34,9 @@ class Span(NamedTuple):
 class Timeline:
     """The same operations on several ranks, in schedule order, on one clock. Times in seconds.
 
-    ``start``, ``ready``, ``end``: float64 [ops, ranks]; ``ready`` is when the last rank entered a
-    collective (``start`` for local work), so ``ready - start`` is skew. ``waited_for``:
-    int64 [ops, most], indices of what each operation may have waited for, filled up with -1.
+    ``start``, ``ready``, ``end``: float64 [ops, ranks]. ``ready`` is when the last rank entered a collective
+    (``start`` for local work), so ``ready - start`` is skew. ``waited_for``: int64 [ops, most], indices of the
+    operations that each operation may have waited for, padded with -1.
     """
 
     refs: tuple[Ref, ...]
@@ -54,14 +54,14 @@ class Timeline:
 def scheduled_timeline(
     ops: Sequence[Op], spans: Sequence[Sequence[Span]], offsets: Sequence[float], groups: int = 1
 ) -> Timeline:
-    """Timeline of an engine's run: one span per operation and rank, what it waited for known from the schedule.
+    """The timeline of an engine's run. It has one span per operation and rank; the schedule says what each waited for.
 
-    ``ops``: the run's operations in schedule order (batches as in the spans); those that some rank
-    has no span for are left out. ``spans``: per rank. ``offsets``: seconds to add to each rank's clock.
-    ``groups``: replica groups, if the schedule has a stage D; rank r is in group r mod ``groups``.
+    ``ops``: the run's operations in schedule order, with batches numbered as in the spans. Those without a span on
+    some rank are left out. ``spans``: those of each rank. ``offsets``: seconds to add to each rank's clock.
+    ``groups``: the number of replica groups, if the schedule has a stage D. Rank r is in group r mod ``groups``.
     """
     times = [{Ref(s.stage, s.batch, s.micro): (s.start, s.end) for s in rank} for rank in spans]
-    # An engine may fold lanes that have nothing to wait for; the spans say where each operation ran.
+    # An engine may fold lanes that have nothing to wait for. The spans say on which lane each operation ran.
     lanes = {Ref(s.stage, s.batch, s.micro): s.lane for s in spans[0]}
     kept = [replace(op, lane=lanes[op.ref]) for op in ops if all(op.ref in rank for rank in times)]
     raw = np.array([[rank[op.ref] for rank in times] for op in kept], dtype=np.float64).reshape(
@@ -74,11 +74,10 @@ def scheduled_timeline(
 
 
 def observed_timelines(spans: Sequence[Sequence[Span]], offsets: Sequence[float], groups: int = 1) -> list[Timeline]:
-    """Timelines, one per rank, of a method whose order is observed only, such as TorchRec's.
+    """Timelines, one per rank, of a method whose order is only observed, such as TorchRec's.
 
-    A span may be a piece of an operation. What it waited for is taken to be whatever ended last
-    before it began, on any lane: exact if one host thread issues everything. ``groups`` as for
-    ``scheduled_timeline``.
+    A span may be a piece of an operation. It is taken to have waited for whatever ended last before it began, on
+    any lane. That is exact if one host thread issues everything. ``groups`` is as for ``scheduled_timeline``.
     """
     entered: dict[tuple[Ref, int], float] = {}
     for r, (rank, offset) in enumerate(zip(spans, offsets, strict=True)):
@@ -101,7 +100,7 @@ def observed_timelines(spans: Sequence[Sequence[Span]], offsets: Sequence[float]
         )
         by_end = np.argsort(end, kind="stable")
         position = np.searchsorted(end[by_end], start, side="right") - 1
-        # Of no length, an operation ends when it begins: nothing waits for itself or for what comes after it.
+        # An operation of zero length ends when it begins. Nothing waits for itself or for what comes after it.
         while (later := (position >= 0) & (by_end[position] >= np.arange(len(start)))).any():
             position[later] -= 1
         waited_for = np.where(position >= 0, by_end[position], -1)
@@ -111,7 +110,7 @@ def observed_timelines(spans: Sequence[Sequence[Span]], offsets: Sequence[float]
 
 
 def waits(ops: Sequence[Op]) -> np.ndarray:
-    """int64 [ops, most]: indices of each operation's edges and of its predecessor on the lane, filled up with -1."""
+    """int64 [ops, most]: indices of each operation's edges and of its predecessor on the lane, padded with -1."""
     lists = predecessors(ops)
     table = np.full((len(ops), max(map(len, lists), default=0) or 1), -1, dtype=np.int64)
     for i, needs in enumerate(lists):
@@ -120,12 +119,12 @@ def waits(ops: Sequence[Op]) -> np.ndarray:
 
 
 def _collective_members(ref: Ref, rank: int, groups: int) -> int:
-    """A number that the ranks which run this collective together share: All2Alls join a group, replicas all groups."""
+    """A number shared by the ranks that run this collective together: a group for All2Alls, a shard for replicas."""
     return {"all2all": rank % groups, "replicas": rank // groups}.get(str(STAGES[ref.stage].group), 0)
 
 
 def _ready(refs: Sequence[Ref], start: np.ndarray, groups: int) -> np.ndarray:
-    """When the last rank of each one's group entered; ``start`` if nobody is waited for."""
+    """The time at which the last rank of each one's group entered; ``start`` for operations that wait for no rank."""
     ready = start.copy()
     for i, ref in enumerate(refs):
         if STAGES[ref.stage].group is not None:
@@ -136,9 +135,9 @@ def _ready(refs: Sequence[Ref], start: np.ndarray, groups: int) -> np.ndarray:
 
 
 def perfetto(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
-    """Chrome trace events (times in microseconds): a process per rank, a track per lane, colours by stage.
+    """Chrome trace events, with times in microseconds: a process per rank, a track per lane, colours by stage.
 
-    ``timelines`` together hold all ranks in order. Opens in ui.perfetto.dev and chrome://tracing.
+    ``timelines`` together have all ranks in order. ui.perfetto.dev and chrome://tracing open the result.
     """
     events: list[dict[str, Any]] = []
     origin = min((float(t.start.min()) for t in timelines if t.start.size), default=0.0)
@@ -170,7 +169,7 @@ def perfetto(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
 
 
 def spans_of_perfetto(text: str) -> list[list[Span]]:
-    """Per rank the spans of a trace that ``perfetto_json`` wrote, in nanoseconds from its beginning.
+    """The spans of each rank in a trace that ``perfetto_json`` wrote, in nanoseconds from the beginning of the trace.
 
     Raises ValueError for any other text.
     """

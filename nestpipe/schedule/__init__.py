@@ -1,4 +1,4 @@
-"""A training method is a schedule, and the schedule is data: stages, operations, templates, text form."""
+"""A training method is a schedule, and the schedule is data: stages, operations, templates and text form."""
 
 from nestpipe.schedule.building import folded, marked, one_at_a_time, op, parse_ref, schedule
 from nestpipe.schedule.frozen_window import frozen_window, fwp_only

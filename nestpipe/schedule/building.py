@@ -1,4 +1,4 @@
-"""How schedules are written: an operation from its text, a schedule from operations, changes to a whole schedule."""
+"""Builds schedules: an operation from its text, a schedule from its operations, and changes to a whole schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nestpipe.schedule.stages import BATCH_RINGS, MICRO_RINGS, STAGES
 
 
 def op(text: str, after: str = "", lane: str | None = None, marks: Iterable[str] = (), **access: str) -> Op:
-    """``op("R+1", after="K+1 W-1")``; lane, reads and writes are the stage's own unless given."""
+    """``op("R+1", after="K+1 W-1")``. Lane, reads and writes default to those of the stage."""
     ref = parse_ref(text)
     stage = STAGES[ref.stage]
     reads = tuple(access["reads"].split()) if "reads" in access else stage.reads
@@ -37,7 +37,10 @@ def parse_ref(text: str) -> Ref:
 
 
 def schedule(name: str, micro_batches: int, ops: Sequence[Op], derive: bool = True, **rings: int) -> Schedule:
-    """A schedule whose missing edges follow from its reads and writes, unless ``derive`` is off. Raises ValueError."""
+    """The schedule of ``ops``. Unless ``derive`` is off, missing edges are derived from their reads and writes.
+
+    ``rings``: sizes of rings that differ from the default. Raises ValueError if there are no micro-batches.
+    """
     if micro_batches < 1:
         raise ValueError(f"schedule {name}: micro_batches is {micro_batches}, must be at least 1")
     result = Schedule(name, micro_batches, tuple(ops), {**BATCH_RINGS, **MICRO_RINGS, **rings})
@@ -45,16 +48,15 @@ def schedule(name: str, micro_batches: int, ops: Sequence[Op], derive: bool = Tr
 
 
 def folded(schedule: Schedule, into: Mapping[str, str]) -> Schedule:
-    """The schedule with the operations of some lanes moved to another, in schedule order.
+    """The schedule with the operations of some lanes moved to other lanes, in schedule order.
 
-    If a lane would have nothing to wait for, such as All2All on one rank, its hand-offs are all
-    that it would cost.
+    This pays if a lane has nothing to wait for, such as All2All on one rank: it would only cost its hand-offs.
     """
     return replace(schedule, ops=tuple(replace(o, lane=into.get(o.lane, o.lane)) for o in schedule.ops))
 
 
 def marked(schedule: Schedule, stages: str, mark: str) -> Schedule:
-    """The schedule with ``mark`` on every operation of the stages, given by their letters."""
+    """The schedule with ``mark`` added to every operation of ``stages``, a string of letters."""
     return replace(
         schedule,
         ops=tuple(replace(o, marks=(*o.marks, mark)) if o.ref.stage in stages else o for o in schedule.ops),
@@ -62,6 +64,6 @@ def marked(schedule: Schedule, stages: str, mark: str) -> Schedule:
 
 
 def one_at_a_time(ops: Sequence[Op]) -> list[Op]:
-    """Chain the ops of a step: each waits for the one before it, the first for the last of the step before."""
+    """The ops of a step as a chain: each waits for the one before it, and the first for the last of the step before."""
     previous = [ops[-1].ref._replace(batch=ops[-1].ref.batch - 1), *(o.ref for o in ops[:-1])]
     return [replace(o, after=(earlier,)) for o, earlier in zip(ops, previous, strict=True)]

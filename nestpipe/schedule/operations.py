@@ -1,9 +1,9 @@
 """A training method is a schedule, and the schedule is data.
 
-A schedule is the template of one steady-state step: operations with batch offsets relative to the
-step (``R+1`` retrieves for the next batch), each with its lane, what must be done before it, and
-the state it reads and writes. Unrolled over batches it is what the checker proves, the engine
-runs, the simulator times and the drawing shows.
+A schedule is the template of one steady-state step. Its operations have batch offsets relative to the
+step: ``R+1`` retrieves for the next batch. Each has its lane, what must be done before it, and the
+state that it reads and writes. Unrolled over batches, the schedule is what the checker proves, the
+engine runs, the simulator times and the drawing shows.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from nestpipe.schedule.stages import GLOBALS, MICRO_RINGS, STAGES, Stage
 
-#: The largest window that schedules are made for; far more take minutes and gigabytes to lay out and check.
+#: The largest window that schedules are made for. Much larger ones take minutes and gigabytes to unroll and check.
 MAX_MICRO_BATCHES = 1024
 
 
 class Ref(NamedTuple):
-    """Names an operation: ``E12.3`` unrolled (batch 12), ``E+1.3`` in a template (the step's batch + 1)."""
+    """Names an operation: ``E12.3`` when unrolled (batch 12), ``E+1.3`` in a template (the step's batch + 1)."""
 
     stage: str
     batch: int
@@ -34,7 +34,7 @@ class Ref(NamedTuple):
         return self._named(f"{self.batch:+d}" if self.batch else "")
 
     def in_step(self) -> str:
-        """The name without the batch, ``E.3``: an operation's own among those of one step."""
+        """The name without the batch, ``E.3``. It is unique among the operations of a step."""
         return self._named("")
 
     def _named(self, batch: str) -> str:
@@ -43,10 +43,10 @@ class Ref(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """One operation. ``after``, and ``ref.batch``, are relative to the step in a template and absolute once unrolled.
+    """One operation. ``after`` and ``ref.batch`` are relative to the step in a template, and absolute once unrolled.
 
-    ``reads``/``writes``: resource names, relative to the operation's own batch and micro-batch;
-    what is written may also be read. ``marks``: what the graph cannot show (``lossy``, ``update_rule``).
+    ``reads`` and ``writes``: resource names, relative to the operation's own batch and micro-batch. A resource
+    that is written may also be read. ``marks``: what the graph cannot show (``lossy``, ``update_rule``).
     """
 
     ref: Ref
@@ -66,7 +66,7 @@ class Op:
 
 
 class Place(NamedTuple):
-    """Where a step has an operation: batch ``offset``, ``position`` in the step and ``on_lane`` among its lane's."""
+    """An operation's place in its step: batch ``offset``, ``position`` in the step, and position ``on_lane``."""
 
     lane: str
     offset: int
@@ -76,7 +76,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The step template. The order of ``ops`` is the schedule order: of every lane, and of a run one op at a time."""
+    """The step template. ``ops`` are in schedule order, which every lane and a run one op at a time follow."""
 
     name: str
     micro_batches: int
@@ -89,18 +89,18 @@ class Schedule:
 
     @cached_property
     def offsets(self) -> tuple[int, int]:
-        """Smallest and largest batch offset of an operation."""
+        """The smallest and the largest batch offset of all operations."""
         offsets = [op.ref.batch for op in self.ops]
         return min(offsets), max(offsets)
 
     @cached_property
     def depth(self) -> int:
-        """Steps before the first whole one: how far the furthest stage runs ahead."""
+        """The number of steps before the first complete one: how far the furthest stage runs ahead."""
         return max(0, self.offsets[1])
 
     @cached_property
     def places(self) -> Mapping[str, Place]:
-        """By name in the step (``Ref.in_step``) where each operation is."""
+        """Each operation's place, by its name in the step (``Ref.in_step``)."""
         found: dict[str, Place] = {}
         count = dict.fromkeys(self.lanes, 0)
         for position, op in enumerate(self.ops):
@@ -115,16 +115,16 @@ class Schedule:
 
     @cached_property
     def replicated(self) -> bool:
-        """Whether tables are replicated over groups of ranks, which stage D keeps alike."""
+        """Whether tables are replicated over groups of ranks, in which case stage D keeps the replicas equal."""
         return any(op.ref.stage == "D" for op in self.ops)
 
     @cached_property
     def averages_replicas(self) -> bool:
-        """Whether each group updates its own replica and D averages them; else D sums gradients before U."""
+        """Whether each group updates its own replica and D averages the replicas; if not, D sums gradients before U."""
         return any(op.ref.stage == "D" and "accumulator" not in op.writes for op in self.ops)
 
     def unroll(self, batches: int) -> list[Op]:
-        """The operations of batches 0..batches-1 in schedule order; edges to batches before 0 are dropped."""
+        """The operations of batches 0..batches-1 in schedule order. Edges to batches outside that range are dropped."""
         low, high = self.offsets
         inside = range(batches)
         ops = (op.shifted(step) for step in range(-high, batches - low) for op in self.ops)
@@ -135,7 +135,7 @@ class Schedule:
         ]
 
     def slot(self, resource: str, ref: Ref) -> tuple[str, int]:
-        """The slot that ``resource`` (``buffer``, ``buffer-1``) means for an operation: name and index in the ring."""
+        """Name and index of the ring slot that ``resource`` (``buffer``, ``buffer-1``) means for an operation."""
         if resource in GLOBALS:
             return resource, 0
         if resource in MICRO_RINGS:

@@ -1,4 +1,4 @@
-"""The order among operations: what precedes what, a legal order of all, and the edges that reads and writes ask for."""
+"""The order among operations: what precedes what, a legal order of all, and the edges that reads and writes need."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from nestpipe.schedule.operations import Op, Ref, Schedule
 
 
 def with_derived_edges(schedule: Schedule) -> Schedule:
-    """Add the edges that keep every conflicting pair (same slot, one writes) in schedule order.
+    """``schedule`` with the edges that keep every conflicting pair (same slot, at least one writes) in schedule order.
 
-    Edges that follow from lane order, given edges and other derived ones are left out. The result
-    is free of races and bit-equal to the list run one op at a time; whether that list itself is
-    synchronous training is the checker's question.
+    Edges that follow from lane order, given edges and other derived edges are left out. The result is free
+    of races and gives the same bits as the list run one op at a time. Whether that list is synchronous
+    training is for the checker to say.
     """
     depth = schedule.depth - min(0, schedule.offsets[0])
-    # Long enough that one step in the middle sees every ring turn over behind it.
+    # Enough batches that every ring has turned over before the step in the middle.
     turns = max(schedule.rings.values()) + 2
     batches, middle = 2 * depth + turns + 2, depth + turns
     steady = [(waiting, ref) for waiting, ref in _missing_edges(schedule, batches) if waiting.batch == middle]
     result = _with_edges(schedule, steady)
-    # Near the first and the last batch an order may be missing that elsewhere runs through batches beyond them.
+    # In the middle an order may run through neighbouring batches. Near the first and the last batch it is then missing.
     while (more := _with_edges(result, _missing_edges(result, batches))) != result:
         result = more
     return result
 
 
 def _missing_edges(schedule: Schedule, batches: int) -> list[tuple[Ref, Ref]]:
-    """Unrolled (waiting operation, what it waits for) that order the conflicting pairs which nothing orders yet."""
+    """Unrolled edges, (waiting operation, what it waits for), for the conflicting pairs that nothing orders yet."""
     ops = schedule.unroll(batches)
-    seen: dict[tuple[str, int], tuple[int | None, list[int]]] = {}  # by slot: its last writer, its readers since
+    seen: dict[tuple[str, int], tuple[int | None, list[int]]] = {}  # by slot: its last writer, and the readers since
     behind = [0] * len(ops)  # bit j of behind[i]: op j is done before op i starts
     missing: list[tuple[Ref, Ref]] = []
     for i, (o, needs) in enumerate(zip(ops, predecessors(ops), strict=True)):
@@ -59,7 +59,7 @@ def _missing_edges(schedule: Schedule, batches: int) -> list[tuple[Ref, Ref]]:
 
 
 def _with_edges(schedule: Schedule, edges: Sequence[tuple[Ref, Ref]]) -> Schedule:
-    """``schedule`` with unrolled ``edges`` added, each made relative to the step of the operation that waits."""
+    """``schedule`` with unrolled ``edges`` added, each made relative to the step of the waiting operation."""
     added: dict[str, dict[Ref, None]] = {}
     for waiting, ref in edges:
         name = waiting.in_step()
@@ -73,7 +73,7 @@ def _with_edges(schedule: Schedule, edges: Sequence[tuple[Ref, Ref]]) -> Schedul
 
 
 def predecessors(ops: Sequence[Op]) -> list[list[int]]:
-    """Per operation the indices that must be done before it: its edges, and its predecessor on the lane."""
+    """For each operation, the indices of those that must be done before it: its edges and its lane predecessor."""
     index = {o.ref: i for i, o in enumerate(ops)}
     last: dict[str, int] = {}
     result = []
@@ -87,7 +87,7 @@ def predecessors(ops: Sequence[Op]) -> list[list[int]]:
 
 
 def linear_extension(ops: Sequence[Op]) -> list[Op]:
-    """A legal order, one op at a time, as close to schedule order as the edges allow. Cyclic ops are left out."""
+    """A legal order, one op at a time, as close to schedule order as the edges allow. Ops in a cycle are left out."""
     needs = predecessors(ops)
     followers: list[list[int]] = [[] for _ in ops]
     for i, needed in enumerate(needs):
@@ -107,7 +107,7 @@ def linear_extension(ops: Sequence[Op]) -> list[Op]:
 
 
 def ordered_before(ops: Sequence[Op]) -> dict[int, int] | str:
-    """Per op index a bit set of the indices that are done before it starts, or a sentence naming a cycle."""
+    """For each op index, a bit set of the indices that are done before it starts; or a sentence that names a cycle."""
     needs = predecessors(ops)
     position = {o.ref: i for i, o in enumerate(ops)}
     done: dict[int, int] = {}
@@ -119,9 +119,9 @@ def ordered_before(ops: Sequence[Op]) -> dict[int, int] | str:
         done[i] = bits
     if len(done) == len(ops):
         return done
-    # Walk backwards among the operations that can never start until one repeats.
+    # Walk backwards through the operations that can never start, until one repeats.
     path = [next(i for i in range(len(ops)) if i not in done)]
     while path[-1] not in path[:-1]:
         path.append(next(j for j in needs[path[-1]] if j not in done))
     cycle = path[path.index(path[-1]) :]
-    return "no rank can go on: " + " waits for ".join(str(ops[i].ref) for i in cycle)
+    return "no rank can continue: " + " waits for ".join(str(ops[i].ref) for i in cycle)

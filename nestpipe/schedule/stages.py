@@ -1,8 +1,8 @@
 """The stages of a training step: everything that a letter means, in one place.
 
-Three things belong to a stage and are code, so they are elsewhere, under the same letter: the checker's
-rule (``checker.staleness.RULES``), the engine's function (``engine.stage_functions.StageFunctions``)
-and the simulator's price (``simulator.cost.stage_seconds``).
+Three parts of a stage are code, so they are elsewhere under the same letter: the checker's rule
+(``checker.staleness.RULES``), the engine's function (``engine.stage_functions.StageFunctions``) and the
+simulator's price (``simulator.cost.stage_seconds``).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeVar
 
-#: What an account of time calls a stage. All but ``dense`` and ``update`` are exposed when the compute lane waits.
+#: What a stage's time is counted as. All but ``dense`` and ``update`` are exposed while the compute lane waits.
 CATEGORIES = ("dense", "update", "input", "lookup", "communication", "dense_sync")
-#: The lane whose last operation ends a step, and whose idle time is exposed time.
+#: The lane whose last operation ends a step. Its idle time is the exposed time.
 COMPUTE_LANE = "compute"
 
-#: How a stage's time varies between workers and batches: with the machine, the load of a shard, the samples' length.
+#: What makes a stage's time vary between workers and batches: the machine, a shard's load, or the samples' length.
 Noise = Literal["jitter", "keys", "length"]
-#: When a schedule that the engine runs must have a stage: ``replicated``: if tables are replicated over groups;
+#: When the engine needs a schedule to have a stage. ``replicated``: if tables are replicated over groups.
 #: ``buffered``: if U updates a buffer and not the table itself.
 Required = Literal["always", "replicated", "buffered", "never"]
 
@@ -27,9 +27,10 @@ Required = Literal["always", "replicated", "buffered", "never"]
 class Stage:
     """What a stage letter means. Raises ValueError for an unknown category.
 
-    ``reads`` and ``writes``: resources, with ``-1`` for the slot of the batch before. ``group``: the process group
-    of its collective, None for local work. ``columns``: width of one operation in the text grid; ``units``: made-up
-    time of a whole batch in the pictures. ``noise``: what its simulated time varies with.
+    ``reads`` and ``writes``: resources, with ``-1`` for the slot of the previous batch. ``group``: the process
+    group of its collective, None for local work. ``columns``: the width of one operation in the text grid.
+    ``units``: the time of a whole batch in the pictures, in an arbitrary unit. ``noise``: what its simulated time
+    varies with.
     """
 
     title: str
@@ -99,7 +100,7 @@ STAGES: Mapping[str, Stage] = {
         noise=(),
         required="always",
     ),
-    # "module": while F runs, the model's modules hold the micro-batch at hand.
+    # "module": while F runs, the model's modules hold the current micro-batch.
     "F": Stage(
         "dense forward",
         "compute",
@@ -137,7 +138,8 @@ STAGES: Mapping[str, Stage] = {
         noise=(),
         required="always",
     ),
-    # Tables that are replicated over groups of ranks: what U needs of the other groups, or the replicas made equal.
+    # For tables that are replicated over groups of ranks: fetches what U needs from the other groups, or makes the
+    # replicas equal.
     "D": Stage(
         "replica synchronisation",
         "replicas",
@@ -198,8 +200,8 @@ STAGES: Mapping[str, Stage] = {
     ),
 }
 
-#: How many slots a ring has by default. A batch ring advances one slot per batch, a micro ring one per micro-batch
-#: (counted across batches). Global state has one slot that all batches share.
+#: The default number of slots of each ring. A batch ring advances one slot per batch, a micro ring one per
+#: micro-batch (counted across batches). Global state has one slot that all batches share.
 BATCH_RINGS = {"input": 3, "batch": 4, "plan": 4, "buffer": 2, "accumulator": 2}
 MICRO_RINGS = {"received": 3, "activation": 1, "gradient": 3, "arrived": 3}
 GLOBALS = ("table", "dense", "dense_gradient", "module")
@@ -208,7 +210,7 @@ T = TypeVar("T")
 
 
 def of_stage(table: Mapping[str, T], letter: str, what: str, where: str) -> T:
-    """``table[letter]``. Raises ValueError for a stage without an entry: ``what`` it lacks and ``where`` to add it."""
+    """``table[letter]``. Raises ValueError if it is missing: ``what`` the stage lacks and ``where`` to add it."""
     if letter not in table:
         title = f" ({STAGES[letter].title})" if letter in STAGES else ""
         raise ValueError(f"stage {letter}{title} lacks {what}: add it to {where}")

@@ -1,4 +1,4 @@
-"""The schedules of the methods that this engine runs: serial training, NestPipe, and dual-buffer pipelining only."""
+"""Schedules of methods that this engine runs: serial training, NestPipe, and dual-buffer pipelining only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nestpipe.schedule.operations import Schedule
 
 
 def serial(micro_batches: int = 1) -> Schedule:
-    """Unpipelined synchronous training: nothing runs next to anything else. ``serial(N)`` splits the dense part."""
+    """Unpipelined synchronous training: one operation at a time. ``serial(N)`` splits the dense part."""
     steps = [op(stage) for stage in "PHKR"]
     for m in range(1, micro_batches + 1):
         steps += [op(f"{stage}.{m}") for stage in "EFBG"]
@@ -18,10 +18,10 @@ def serial(micro_batches: int = 1) -> Schedule:
 
 
 def nestpipe(micro_batches: int = 8, received: int = 3, name: str = "nestpipe") -> Schedule:
-    """NestPipe (paper, DBP and FWP): lookups hidden behind the previous batch, exchanges behind dense compute.
+    """NestPipe (the paper's DBP and FWP): lookups hide behind the previous batch, and exchanges behind dense compute.
 
-    ``received``: micro-batches whose embeddings may have arrived and still be unused. U waits for
-    the gradients and O for the AllReduce; S and the first All2All of the next batch wait for U only.
+    ``received``: how many micro-batches may have received their embeddings without having used them yet. U waits
+    for the gradients, and O for the AllReduce. S and the first All2All of the next batch wait only for U.
     """
     first = [op(f"E.{m}") for m in range(2, min(received, micro_batches) + 1)]
     ahead = [op("P+4"), op("H+3"), op("K+2"), op("W-1"), op("R+1")]

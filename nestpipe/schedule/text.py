@@ -1,12 +1,12 @@
-"""The text form of a schedule: prints and parses, one operation a line.
+"""The text form of a schedule, one operation per line: printed and parsed.
 
     schedule nestpipe micro_batches=8
     ring buffer=2 received=3
     R+1   rows     after K+1 W-1 S   reads plan table   writes buffer
     E.2   all2all
 
-``reads``, ``writes`` and ``marks`` may be left out; the stage's own then apply. Lines are in
-schedule order. ``derive edges`` on a line of its own adds the edges that reads and writes ask for.
+Without ``reads`` or ``writes`` an operation has those of its stage, and without ``marks`` it has no marks.
+Lines are in schedule order. A line ``derive edges`` adds the edges that reads and writes need.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from nestpipe.schedule.building import op, parse_ref, schedule
 from nestpipe.schedule.operations import MAX_MICRO_BATCHES, Op, Schedule
 from nestpipe.schedule.stages import BATCH_RINGS, GLOBALS, MICRO_RINGS, STAGES
 
-# A schedule is unrolled over the batches it spans, so an offset costs time and memory.
+# A schedule is unrolled over the batches that it spans, so a large offset costs time and memory.
 _MAX_AHEAD = 64
 _MAX_CHARACTERS = 4 << 20
 KEYWORDS = ("after", "reads", "writes", "marks")
 
 
 class ScheduleError(ValueError):
-    """The text is not a schedule; the message names file, line and what to do."""
+    """The text is not a schedule. The message names the file and the line, and says what to do."""
 
 
 def to_text(schedule: Schedule) -> str:
-    """The schedule as text; ``parse`` gives an equal schedule back."""
+    """The schedule as text, from which ``parse`` makes an equal schedule."""
     lines = [f"schedule {schedule.name} micro_batches={schedule.micro_batches}"]
     lines.append("ring " + " ".join(f"{name}={size}" for name, size in schedule.rings.items()))
     width = max(len(o.lane) for o in schedule.ops)
@@ -47,7 +47,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def parse(text: str, source: str = "schedule") -> Schedule:
-    """The schedule that ``text`` describes. Raises ScheduleError naming ``source`` and the line."""
+    """The schedule that ``text`` describes. Raises ScheduleError, which names ``source`` and the line."""
     name, micro_batches, derive = "", 0, False
     rings: dict[str, int] = {}
     ops: list[Op] = []
@@ -73,7 +73,7 @@ def parse(text: str, source: str = "schedule") -> Schedule:
 
 
 def load(path: str | Path) -> Schedule:
-    """Parse a file. Raises ScheduleError, also if the file cannot be read."""
+    """The schedule in a file. Raises ScheduleError, also if the file cannot be read."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(_MAX_CHARACTERS + 1)

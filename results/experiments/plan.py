@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,6 +16,17 @@ from nestpipe.measurement.record import Record
 from nestpipe.methods import find_method, known_methods
 from nestpipe.simulator.scenario import SimulateConfig
 from nestpipe.training.convergence import ConvergenceConfig
+from results.experiments.part_names import (
+    CONVERGENCE,
+    FOUR,
+    GPU,
+    MICRO_BATCHES,
+    NPU,
+    NPU_MICRO_BATCHES,
+    NPU_SIZES,
+    SIZES,
+    TWO,
+)
 
 SHAPED = "netns:200mbit,1ms"
 TINY = RunConfig(
@@ -30,7 +41,7 @@ FULL = RunConfig(
     model=ModelConfig(embedding_dim=128, dense_layers=1, heads=1, width=16, sequence_length=20),
 )
 #: For the sweeps over the model's sizes, whose dense time must follow them: not paced.
-SIZES = RunConfig(
+SIZE_SWEEP = RunConfig(
     data=DataConfig(batch_size=32, negatives=32),
     model=ModelConfig(embedding_dim=64, dense_layers=2, heads=2, width=64, sequence_length=40),
 )
@@ -40,7 +51,7 @@ TWO_METHODS = (
 )  # fmt: skip
 FOUR_METHODS = ("serial", "torchrec", "2d-sp", "uniemb", "nestpipe", "nestpipe+2d-sp")
 #: Further representatives of the families of Table I, and NestPipe combined with them.
-FAMILIES = ("torchrec-bf16", "torchrec-planner", "nestpipe+bf16")
+TABLE1_METHODS = ("torchrec-bf16", "torchrec-planner", "nestpipe+bf16")
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class Options:
     seed: int = 1
 
 
-Run = RunConfig | SimulateConfig | ConvergenceConfig
+Planned = RunConfig | SimulateConfig | ConvergenceConfig
 
 
 @dataclass(frozen=True)
@@ -66,21 +77,21 @@ class Part:
     name: str
     title: str
     feeds: tuple[str, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[Planned, ...]
 
     @property
     def kind(self) -> str:
         return "simulated" if isinstance(self.runs[0], SimulateConfig) else "measured"
 
 
-def plan(options: Options) -> list[Part]:
+def all_parts(options: Options) -> list[Part]:
     """All parts, cheapest first."""
     return [*simulated_parts(options), *measured_parts(options)]
 
 
 def find_part(name: str, options: Options) -> Part:
     """Raises ValueError, listing the parts."""
-    parts = {part.name: part for part in plan(options)}
+    parts = {part.name: part for part in all_parts(options)}
     if name not in parts:
         raise ValueError(f"no part '{name}': one of {', '.join(parts)}")
     return parts[name]
@@ -101,16 +112,14 @@ def simulated_parts(options: Options) -> list[Part]:
     ]
     return [
         Part(
-            "simulated",
+            NPU,
             "the NPU cluster, 128 to 1,536 workers",
             ("table1", "table2", "table3", "table4", "ladder", "fig2", "fig7", "fig8"),
             (main,),
         ),
-        Part(
-            "simulated-gpu", "the GPU cluster, 128 workers", ("table2",), (replace(main, hardware="gpu-128-kuairand"),)
-        ),
-        Part("simulated-micro-batches", "micro-batch sizes, with and without clustering", ("fig9",), tuple(micro)),
-        Part("simulated-sizes", "embedding dim, dense layers, sequence length", ("fig10",), tuple(models)),
+        Part(GPU, "the GPU cluster, 128 workers", ("table2",), (replace(main, hardware="gpu-128-kuairand"),)),
+        Part(NPU_MICRO_BATCHES, "micro-batch sizes, with and without clustering", ("fig9",), tuple(micro)),
+        Part(NPU_SIZES, "embedding dim, dense layers, sequence length", ("fig10",), tuple(models)),
     ]
 
 
@@ -118,7 +127,7 @@ def measured_parts(options: Options) -> list[Part]:
     """Real processes on this machine."""
     paced, unpaced = _base(options, paced=True), _base(options, paced=False)
     bases = (paced, unpaced) if options.size == "full" else (paced,)
-    more = {paced: FAMILIES, unpaced: ()}
+    more = {paced: TABLE1_METHODS, unpaced: ()}
     two = [
         replace(base, methods=_available(methods), clustering=clustering)
         for base in bases
@@ -132,20 +141,20 @@ def measured_parts(options: Options) -> list[Part]:
     micro = [replace(paced, methods=f"serial,{by_count}", clustering=clustering) for clustering in (False, True)]
     return [
         Part(
-            "two-hosts",
+            TWO,
             f"{options.workers} ranks, every method, paced and unpaced",
             ("table1", "table2", "table3", "ladder", "fig2", "fig7", "fig8", "timeline"),
             tuple(two),
         ),
         Part(
-            "four-hosts",
+            FOUR,
             f"{2 * options.workers} ranks",
             ("table1", "table3", "table4", "fig2", "fig7", "fig8"),
             tuple(four),
         ),
-        Part("micro-batches", "NestPipe by number of micro-batches", ("fig9",), tuple(micro)),
-        Part("convergence", "loss and accuracy over three seeds, short", ("fig6",), (_convergence(options),)),
-        Part("sizes", "embedding dim, dense layers, sequence length", ("fig10",), tuple(_models(options))),
+        Part(MICRO_BATCHES, "NestPipe by number of micro-batches", ("fig9",), tuple(micro)),
+        Part(CONVERGENCE, "loss and accuracy over three seeds, short", ("fig6",), (_convergence(options),)),
+        Part(SIZES, "embedding dim, dense layers, sequence length", ("fig10",), tuple(_models(options))),
     ]
 
 
@@ -174,7 +183,7 @@ def _models(options: Options) -> Iterator[RunConfig]:
     base = _base(options, paced=False)
     if not tiny:
         rounds = min(2, options.rounds)  # many configurations, so few rounds of each
-        base = replace(base, data=SIZES.data, model=SIZES.model, steps=4 * rounds, rounds=rounds)
+        base = replace(base, data=SIZE_SWEEP.data, model=SIZE_SWEEP.model, steps=4 * rounds, rounds=rounds)
     base = replace(base, methods="serial,nestpipe", micro_batches=4)
     sweeps: dict[str, tuple[int, ...]] = {
         "embedding_dim": (8, 16) if tiny else (32, 64, 128),
@@ -188,6 +197,12 @@ def _models(options: Options) -> Iterator[RunConfig]:
             if config not in seen:
                 seen.append(config)
                 yield config
+
+
+def is_tiny(config: Mapping[str, Any]) -> bool:
+    """Whether the configuration of a measured record or a curve has the data of ``--size tiny``."""
+    data = config.get("data", {})
+    return all(data.get(name) == getattr(TINY.data, name) for name in ("data_scale", "batch_size", "negatives"))
 
 
 def _available(methods: Sequence[str]) -> str:
@@ -213,7 +228,7 @@ def _comparable(config: Any) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "micro_batches"}
 
 
-def command(config: Run, store: str) -> str:
+def command(config: Planned, store: str) -> str:
     """The command line that does the same as one run of the plan, defaults left out."""
     name = {SimulateConfig: "simulate", RunConfig: "run", ConvergenceConfig: "converge"}[type(config)]
     words = [f"nestpipe {name}"]

@@ -17,16 +17,29 @@ from nestpipe.training.convergence import ConvergenceConfig, Curve, converge, cu
 from nestpipe.training.runs import MethodRun, RunConfig, run
 from results.experiments.plan import Part, has_record
 
-#: (what is going on, done, total)
+#: (what is running, done, total)
 Progress = Callable[[str, int, int], None]
+#: (method, steps done, of, loss)
+StepProgress = Callable[[str, int, int, float], None]
 #: Steps that a stored timeline shows.
 _STEPS_KEPT = 2
 
 
 @dataclass(frozen=True)
+class Runner:
+    """What carries out the plan; a test has its own."""
+
+    measure: Callable[[RunConfig, StepProgress | None], Sequence[MethodRun]] = run
+    simulate: Callable[[SimulateConfig], list[Record]] = simulate
+
+
+RUNNER = Runner()
+
+
+@dataclass(frozen=True)
 class Done:
     """``records`` of a part, those found included; ``seconds`` that the others took, ``measured`` of them on real
-    processes; ``notes``: what went otherwise."""
+    processes; ``notes``: what was done differently from the plan."""
 
     records: tuple[Record, ...]
     seconds: float
@@ -34,11 +47,13 @@ class Done:
     notes: tuple[str, ...] = ()
 
 
-def run_part(part: Part, folder: Path, progress: Progress | None = None, again: bool = False) -> Done:
+def run_part(
+    part: Part, folder: Path, progress: Progress | None = None, again: bool = False, runner: Runner = RUNNER
+) -> Done:
     """Measure or simulate ``part`` into ``folder``/records/NAME. ``again``: also what the store has already.
 
-    An interrupted part continues with the run that it was in. Where hosts cannot be shaped, runs fall
-    back to loopback, and a note says so. Raises what ``nestpipe.training.runs.run`` and ``simulate`` raise.
+    An interrupted part continues with the run that it was in. If hosts cannot be shaped, runs fall back to loopback,
+    and a note says so. Raises what ``runner`` raises.
     """
     store = Store(folder / "records" / part.name)
     store.folder.mkdir(parents=True, exist_ok=True)
@@ -48,20 +63,23 @@ def run_part(part: Part, folder: Path, progress: Progress | None = None, again: 
     for i, config in enumerate(part.runs):
         title = f"{part.name} {i + 1}/{len(part.runs)}"
         if isinstance(config, SimulateConfig):
-            records += _simulated(config, store, found)
-            _tell(progress, title, i + 1, len(part.runs))
+            records += _simulated(config, store, runner)
+            if progress:
+                progress(title, i + 1, len(part.runs))
             continue
         if isinstance(config, ConvergenceConfig):
             curves += _curves(config, folder, again, progress)
             continue
         if loopback and config.testbed != "loopback":
             config = replace(config, testbed="loopback")
+        tell = _step_progress(progress, title, config.method_names)
         try:
-            records += _measured(config, part, store, found, folder, title, progress)
+            records += _measured(config, part, store, found, folder, runner, tell)
         except TestbedUnavailable as error:
             loopback = True
             notes.append(f"{error}; measured on loopback instead: links are not shaped")
-            records += _measured(replace(config, testbed="loopback"), part, store, found, folder, title, progress)
+            config = replace(config, testbed="loopback")
+            records += _measured(config, part, store, found, folder, runner, tell)
     before = {r.key for r in found}
     fresh = sum(r.kind == "measured" and (again or r.key not in before) for r in records)
     return Done(tuple(records), time.monotonic() - began, fresh + curves, tuple(notes))
@@ -79,14 +97,20 @@ def _curves(config: ConvergenceConfig, folder: Path, again: bool, progress: Prog
     return sum((curve.method, curve.seed) not in before for curve in made)
 
 
-def _tell(progress: Progress | None, title: str, done: int, total: int) -> None:
-    if progress:
-        progress(title, done, total)
+def _step_progress(progress: Progress | None, title: str, names: Sequence[str]) -> StepProgress | None:
+    """``progress`` as a run of the methods ``names`` calls it."""
+    if progress is None:
+        return None
+
+    def tell(name: str, done: int, total: int, loss: float) -> None:
+        progress(f"{title} {name}", done + total * names.index(name), total * len(names))
+
+    return tell
 
 
-def _simulated(config: SimulateConfig, store: Store, found: Sequence[Record]) -> list[Record]:
+def _simulated(config: SimulateConfig, store: Store, runner: Runner) -> list[Record]:
     """Simulated again whatever the store has: it takes less time than comparing would save."""
-    records = simulate(config)
+    records = runner.simulate(config)
     for record in records:
         store.write(record)
     return records
@@ -98,18 +122,13 @@ def _measured(
     store: Store,
     found: Sequence[Record],
     folder: Path,
-    title: str,
-    progress: Progress | None,
+    runner: Runner,
+    tell: StepProgress | None,
 ) -> list[Record]:
     names = config.method_names
     if all(has_record(found, config, name) for name in names):
         return [r for r in found if r.method in names and has_record([r], config, r.method)]
-    count = len(names)
-
-    def show(name: str, done: int, total: int, loss: float) -> None:
-        _tell(progress, f"{title} {name}", done + total * names.index(name), total * count)
-
-    runs = run(config, show if progress else None)
+    runs = runner.measure(config, tell)
     for method in runs:
         store.write(method.record)
         write_timeline(method, folder / "timelines" / part.name)
@@ -134,7 +153,7 @@ def write_timeline(run: MethodRun, folder: Path) -> None:
 
 
 def _usual_step(record: Record) -> int:
-    """The reported step that, with the one before it, is nearest to the median: one step alone may be an outlier."""
+    """The reported step that, with the one before it, is nearest to the median: a single step may be an outlier."""
     took = dict(zip(record.steps, record.metrics["step_ms"], strict=True))
     typical = 2 * record.median["step_ms"]
     pairs = {step: ms + took[step - 1] for step, ms in took.items() if step - 1 in took}

@@ -1,27 +1,29 @@
-"""Figures 2, 7 and 8: what grows with the cluster. Published points, simulated lines, this machine's ranks beside."""
+"""Figures 2, 7 and 8: what grows with the cluster. Published points, simulated lines, this machine's ranks."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 import pandas as pd
 from matplotlib.axes import Axes
 
-from results.artefacts import FOUR, NPU, TWO, Artefact, Sources
+from results.artefacts import Artefact
+from results.experiments.part_names import FOUR, NPU, TWO
 from results.figures.style import COLOURS, figure, marker, parts_legend, picture, stacked_bars
-from results.frames.frames import published_frame
-from results.frames.series import in_order, measured_medians, simulated_means
-from results.tables.figure_notes import note_mismatches, note_table
+from results.frames.labels import in_order, label_of, labelled, only, variants
+from results.sources import Sources
+from results.tables.figure_notes import note_mismatches, note_table, notes_of
 
-_BARS = ("TorchRec (serial)", "2D-SP", "UniEmb", "NestPipe")
-_LINES = (*_BARS, "NestPipe+2D-SP")
+_BARS = ("serial", "2d-sp", "uniemb", "nestpipe")
+_LINES = (*_BARS, "nestpipe+2d-sp")
 
 
 def fig2(sources: Sources) -> Artefact:
     """Impact of the cluster's size on lookup and communication overhead, without any pipelining."""
-    simulated = _of(simulated_means(sources.of(NPU)), ("TorchRec (serial)",))
-    published = published_frame(sources.published)
-    local = _of(measured_medians(sources.of(TWO, FOUR)), ("TorchRec (serial)",))
+    simulated = _of(sources.simulated_means(NPU), ("serial",))
+    published = sources.published_numbers()
+    local = _of(sources.measured_medians(TWO, FOUR), ("serial",))
     made, axes = figure(3)
     for panel, metric, title in zip(axes, ("lookup_share", "comm_share"), ("lookup", "communication"), strict=False):
         notes = published[(published["where"] == "2") & (published["metric"] == metric)]
@@ -32,10 +34,11 @@ def fig2(sources: Sources) -> Artefact:
         panel.set(title=f"exposed {title}", xlabel="workers", ylabel="share of the step, %", ylim=(0, 60))
         panel.legend()
     _shares(axes[2], local)
+    found = notes_of(sources, "2")
     return Artefact(
         "fig2",
         "Figure 2: lookup and communication overhead by cluster size (RQ3)",
-        (note_table(sources, "2", "fig2", "Figure 2: published points"),),
+        (note_table(found, "fig2", "Figure 2: published points"),),
         (
             picture(
                 "fig2",
@@ -46,8 +49,8 @@ def fig2(sources: Sources) -> Artefact:
                 made,
             ),
         ),
-        mismatches=tuple(note_mismatches(sources, "2", "Figure 2")),
-        missing=_missing(sources, NPU, TWO, FOUR),
+        mismatches=tuple(note_mismatches(found, "Figure 2")),
+        missing=sources.missing(NPU, TWO, FOUR),
     )
 
 
@@ -67,8 +70,8 @@ def _shares(panel: Axes, local: pd.DataFrame) -> None:
 
 def fig7(sources: Sources) -> Artefact:
     """Step latency and its parts by cluster size."""
-    simulated = _of(simulated_means(sources.of(NPU)), _BARS)
-    local = _of(measured_medians(sources.of(TWO, FOUR)), _BARS)
+    simulated = _of(sources.simulated_means(NPU), _BARS)
+    local = _of(sources.measured_medians(TWO, FOUR), _BARS)
     families = _families(local)
     made, axes = figure(
         1 + len(families), width=4.2, height=3.4, gridspec_kw={"width_ratios": [2, *[1] * len(families)]}
@@ -77,7 +80,7 @@ def fig7(sources: Sources) -> Artefact:
     if len(simulated):
         _bars(axes[0], simulated, _published_steps(sources))
     for panel, (pace, group) in zip(axes[1:], families, strict=True):
-        panel.set_title(f"measured here, ranks, {pace}", pad=16)
+        _set_title(panel, f"measured here, ranks, {pace}", 16)
         _bars(panel, group, {})
     parts_legend(made)
     return Artefact(
@@ -93,20 +96,21 @@ def fig7(sources: Sources) -> Artefact:
                 made,
             ),
         ),
-        missing=_missing(sources, NPU, TWO, FOUR),
+        missing=sources.missing(NPU, TWO, FOUR),
     )
 
 
 def _published_steps(sources: Sources) -> dict[tuple[str, str], float]:
-    rows = [row for row in sources.published if row.metric == "step_from_qps" and row.mark == "D"]
-    frame = published_frame(rows)
+    """Derived step times, ms, by workers and label as the bars have them."""
+    frame = sources.published_numbers()
+    frame = labelled(frame[(frame["metric"] == "step_from_qps") & (frame["mark"] == "D")])
     return {(f"{w:,}", label): v for w, label, v in zip(frame["workers"], frame["label"], frame["value"], strict=True)}
 
 
 def _bars(panel: Axes, frame: pd.DataFrame, crosses: dict[tuple[str, str], float]) -> None:
     groups = [f"{workers:,}" for workers in sorted(set(frame["workers"]))]
-    bars = in_order(frame["label"])
-    parts = {(f"{row['workers']:,}", row["label"]): row for row in frame.to_dict("records")}
+    bars = [label_of(variant) for variant in in_order(variants(frame))]
+    parts = {(f"{row['workers']:,}", row["label"]): row for row in labelled(frame).to_dict("records")}
     stacked_bars(panel, groups, bars, parts, "ms a step")
     order = [(group, bar) for group in groups for bar in bars if (group, bar) in parts]
     for place, key in zip(panel.get_xticks(), order, strict=True):
@@ -116,29 +120,27 @@ def _bars(panel: Axes, frame: pd.DataFrame, crosses: dict[tuple[str, str], float
 
 def fig8(sources: Sources) -> Artefact:
     """Utilisation: dense compute's share of the step."""
-    simulated = _of(simulated_means(sources.of(NPU)), _LINES)
-    local = _of(measured_medians(sources.of(TWO, FOUR)), _LINES)
+    simulated = _of(sources.simulated_means(NPU), _LINES)
+    local = _of(sources.measured_medians(TWO, FOUR), _LINES)
     families = _families(local)
-    published = published_frame(sources.published)
+    published = sources.published_numbers()
     made, axes = figure(1 + len(families))
-    for i, label in enumerate(in_order(simulated["label"]) if len(simulated) else []):
-        line = simulated[simulated["label"] == label].sort_values("workers")
-        axes[0].plot(line["workers"], line["utilisation_pct"], marker=marker(i), color=COLOURS[i], label=label)
+    _utilisation(axes[0], simulated)
     notes = published[published["where"] == "8"]
     axes[0].plot(notes["workers"], notes["value"], "D", color="black", fillstyle="none", label="published [N]")
     axes[0].set(title="simulated: NPU cluster", xlabel="workers", ylabel="utilisation, %", ylim=(0, 105))
     axes[0].legend(fontsize=6)
     for panel, (pace, group) in zip(axes[1:], families, strict=True):
-        for i, label in enumerate(in_order(group["label"])):
-            line = group[group["label"] == label].sort_values("workers")
-            panel.plot(line["workers"], line["utilisation_pct"], marker=marker(i), color=COLOURS[i], label=label)
-        panel.set(title=f"measured here, {pace}", xlabel="ranks", ylabel="utilisation, %", ylim=(0, 105))
+        _utilisation(panel, group)
+        _set_title(panel, f"measured here, {pace}", 6)
+        panel.set(xlabel="ranks", ylabel="utilisation, %", ylim=(0, 105))
         panel.set_xticks(sorted(set(group["workers"])))
         panel.legend(fontsize=6)
+    found = notes_of(sources, "8")
     return Artefact(
         "fig8",
         "Figure 8: resource utilisation by cluster size (RQ3)",
-        (note_table(sources, "8", "fig8", "Figure 8: published points"),),
+        (note_table(found, "fig8", "Figure 8: published points"),),
         (
             picture(
                 "fig8",
@@ -148,25 +150,39 @@ def fig8(sources: Sources) -> Artefact:
                 made,
             ),
         ),
-        mismatches=tuple(note_mismatches(sources, "8", "Figure 8")),
-        missing=_missing(sources, NPU, TWO, FOUR),
+        mismatches=tuple(note_mismatches(found, "Figure 8")),
+        missing=sources.missing(NPU, TWO, FOUR),
     )
 
 
-def _of(frame: pd.DataFrame, labels: Sequence[str]) -> pd.DataFrame:
-    return frame[frame["label"].isin(labels)] if len(frame) else frame
+def _utilisation(panel: Axes, frame: pd.DataFrame) -> None:
+    """A line per method."""
+    if frame.empty:
+        return
+    for i, variant in enumerate(in_order(variants(frame))):
+        line = only(frame, *variant).sort_values("workers")
+        panel.plot(
+            line["workers"], line["utilisation_pct"], marker=marker(i), color=COLOURS[i], label=label_of(variant)
+        )
+
+
+def _of(frame: pd.DataFrame, methods: Sequence[str]) -> pd.DataFrame:
+    """The rows of these methods, without clustering."""
+    return frame[frame["method"].isin(methods) & ~frame["clustered"]] if len(frame) else frame
 
 
 def _families(local: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Measured rows by conditions but for the number of ranks, named by their pace."""
+    """Measured rows by family of settings, named by their pace if that tells them apart."""
     if local.empty:
         return []
-    family = local["conditions"].str.replace(r"^\d+ ", "", regex=True)
-    groups = [(name, group) for name, group in local.groupby(family, sort=True)]
-    short = [name.rsplit(", ", 1)[-1].replace("dense PACED to", "paced to") for name, _ in groups]
-    names = short if len(set(short)) == len(short) else [name for name, _ in groups]
-    return [(name, group) for name, (_, group) in zip(names, groups, strict=True)]
+    groups = [group for _, group in local.groupby(["family_conditions", "family"], sort=True)]
+    paces = [group["pace"].iloc[0] for group in groups]
+    alike = len(set(paces)) < len(groups)
+    long = [textwrap.fill(group["family_conditions"].iloc[0], 44) for group in groups]
+    return list(zip(long if alike else paces, groups, strict=True))
 
 
-def _missing(sources: Sources, *parts: str) -> tuple[str, ...]:
-    return tuple(part for part in parts if not sources.of(part))
+def _set_title(panel: Axes, title: str, pad: float) -> None:
+    """In small type if it takes several lines."""
+    text = textwrap.fill(title, 44)
+    panel.set_title(text, pad=pad, fontsize=6 if "\n" in text else 9)

@@ -10,13 +10,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from scipy import stats
 
-from nestpipe.training.convergence import ULP, Curve, read_curves
-from results.artefacts import Artefact, Sources, Table
+from nestpipe.training.convergence import ULP, Curve
+from results.artefacts import Artefact, Table
 from results.figures.style import COLOURS, figure, marker, picture
-from results.frames.frames import LABELS
+from results.frames.labels import Variant, label_of
+from results.sources import Sources
 
 REFERENCE = "torchrec"
-METRICS = ("HR@10", "HR@50", "NDCG@10", "NDCG@50")
+QUALITY = ("HR@10", "HR@50", "NDCG@10", "NDCG@50")
 #: Mean absolute difference of a step's loss over the last quarter of the steps: the same in size for every method
 #: that differs by rounding, and far less noisy than the quality of a few thousand users.
 DRIFT = "drift of the loss"
@@ -77,9 +78,9 @@ def within_rounding(method: str, curves: Iterable[Curve], reference: str = REFER
 
 
 def fig6(sources: Sources) -> Artefact:
-    """The newest setting that has most curves; the others stay in their folder."""
+    """The setting that has most curves; the others stay in their folder."""
     title = "Figure 6: loss and accuracy (RQ2)"
-    curves = _one_setting(read_curves(sources.folder / "convergence"))
+    curves = sources.curves()
     if not curves:
         return Artefact("fig6", title, text=("No curves yet: nestpipe converge.",))
     by = _by_method(curves)
@@ -111,14 +112,6 @@ def fig6(sources: Sources) -> Artefact:
     )
 
 
-def _one_setting(curves: Sequence[Curve]) -> list[Curve]:
-    if not curves:
-        return []
-    settings = [c.setting for c in curves]
-    most = max(dict.fromkeys(settings), key=settings.count)
-    return [c for c in curves if c.setting == most]
-
-
 def _by_method(curves: Iterable[Curve]) -> dict[str, dict[int, Curve]]:
     by: dict[str, dict[int, Curve]] = {}
     for curve in curves:
@@ -127,9 +120,9 @@ def _by_method(curves: Iterable[Curve]) -> dict[str, dict[int, Curve]]:
     return {name: by[name] for name in [*order, *(n for n in by if n not in order)]}
 
 
-def label(method: str) -> str:
+def _label(method: str) -> str:
     plain = method.removesuffix(ULP)
-    return LABELS.get(plain, plain) + (", one weight + 1 ulp" if plain != method else "")
+    return label_of(Variant(plain)) + (", one weight + 1 ulp" if plain != method else "")
 
 
 def _loss_panel(panel: Axes, by: Mapping[str, Mapping[int, Curve]], shown: Sequence[str]) -> None:
@@ -138,7 +131,7 @@ def _loss_panel(panel: Axes, by: Mapping[str, Mapping[int, Curve]], shown: Seque
         window = max(1, losses.shape[1] // 50)
         smooth = np.array([np.convolve(row, np.ones(window) / window, mode="valid") for row in losses])
         steps = np.arange(window, losses.shape[1] + 1)
-        panel.plot(steps, smooth.mean(0), color=COLOURS[i], label=label(name), lw=1, ls=("-", "--", ":", "-.")[i % 4])
+        panel.plot(steps, smooth.mean(0), color=COLOURS[i], label=_label(name), lw=1, ls=("-", "--", ":", "-.")[i % 4])
         panel.fill_between(steps, smooth.min(0), smooth.max(0), color=COLOURS[i], alpha=0.15, lw=0)
     panel.set(title="training loss", xlabel="step", ylabel=f"loss, mean of {window} steps")
 
@@ -148,7 +141,7 @@ def _quality_panel(panel: Axes, by: Mapping[str, Mapping[int, Curve]], shown: Se
         runs = list(by[name].values())
         values, steps = np.array([run.quality[metric] for run in runs]), runs[0].evaluated
         style = ("-", "--", ":", "-.")[i % 4]
-        panel.plot(steps, values.mean(0), style, color=COLOURS[i], marker=marker(i), ms=3, lw=1, label=label(name))
+        panel.plot(steps, values.mean(0), style, color=COLOURS[i], marker=marker(i), ms=3, lw=1, label=_label(name))
         panel.fill_between(steps, values.min(0), values.max(0), color=COLOURS[i], alpha=0.15, lw=0)
     panel.set(title=metric, xlabel="step")
 
@@ -158,14 +151,14 @@ def _gap_table(by: Mapping[str, Mapping[int, Curve]], what: str) -> Table:
     rows, cells = [], []
     for name, runs in by.items():
         seeds = sorted(runs.keys() & reference.keys())
-        final = {metric: [runs[s].quality[metric][-1] for s in sorted(runs)] for metric in METRICS}
-        row = {"method": label(name)}
-        for metric in METRICS:
+        final = {metric: [runs[s].quality[metric][-1] for s in sorted(runs)] for metric in QUALITY}
+        row = {"method": _label(name)}
+        for metric in QUALITY:
             spread = f" ± {np.std(final[metric], ddof=1) * 1e3:.1f}" if len(runs) > 1 else ""
             row[f"{metric}, 1e-3"] = f"{np.mean(final[metric]) * 1e3:.1f}{spread}"
             mean = sum(final[metric]) / len(runs)
             cells.append(_cell(name, metric, mean, min(final[metric]), max(final[metric]), len(runs)))
-        for metric in METRICS:
+        for metric in QUALITY:
             if name == REFERENCE or not seeds:
                 row[f"gap {metric}, 1e-3"] = "-"
                 continue
@@ -191,7 +184,7 @@ def _gap_table(by: Mapping[str, Mapping[int, Curve]], what: str) -> Table:
 
 
 def _against_twin(name: str, by: Mapping[str, Mapping[int, Curve]]) -> dict[str, str]:
-    """The drift beside that of TorchRec's twin, and what follows."""
+    """The drift, compared with that of TorchRec's twin, and what follows."""
     heads = ("over the twin's", "no more than rounding")
     if name in (REFERENCE, REFERENCE + ULP) or REFERENCE + ULP not in by or REFERENCE not in by:
         return dict.fromkeys(heads, "-")
@@ -215,7 +208,7 @@ def _against_serial(by: Mapping[str, Mapping[int, Curve]]) -> str:
             scores = max(
                 abs(a.quality[m][-1] - runs[s].quality[m][-1])
                 for a, s in zip(mine, seeds, strict=True)
-                for m in METRICS
+                for m in QUALITY
             )
             return f" NestPipe against {name}: losses differ by at most {losses:.2g}, HR and NDCG by {scores:.2g}."
     return ""
@@ -224,7 +217,7 @@ def _against_serial(by: Mapping[str, Mapping[int, Curve]]) -> str:
 def _cell(name: str, metric: str, value: float, low: float, high: float, seeds: int) -> dict[str, object]:
     return {
         "metric": metric,
-        "label": label(name),
+        "label": _label(name),
         "kind": "measured",
         "value": float(value),
         "low": float(low),

@@ -8,27 +8,23 @@ from typing import Any
 
 import pandas as pd
 
-from results.artefacts import Artefact, Sources, Table
+from results.artefacts import Artefact, Table
+from results.experiments.part_names import MICRO_BATCHES, NPU_MICRO_BATCHES, NPU_SIZES, SIZES
 from results.figures.style import COLOURS, figure, marker, parts_legend, picture, stacked_bars
-from results.frames.frames import published_frame
-from results.frames.series import in_order, measured_medians, simulated_means
-from results.frames.side_by_side import CELLS
-from results.tables.figure_notes import note_mismatches, note_table
+from results.frames.frames import measured_medians, step_frame
+from results.frames.labels import in_order, label_of, labelled, variants, without_count
+from results.sources import Sources
+from results.tables.figure_notes import note_mismatches, note_table, notes_of
+from results.tables.side_by_side import CELLS
 
-SIMULATED_MICRO, SIMULATED_SIZES, MICRO, SIZES = (
-    "simulated-micro-batches",
-    "simulated-sizes",
-    "micro-batches",
-    "sizes",
-)
 _SWEEPS = {"embedding_dim": "embedding dim", "dense_layers": "dense layers", "sequence_length": "sequence length"}
-_BARS = ("TorchRec (serial)", "NestPipe")
+_BARS = ("serial", "nestpipe")
 
 
 def fig9(sources: Sources) -> Artefact:
     """Micro-batch size against step latency and exposed communication."""
-    simulated, local = (_windowed(f) for f in _frames(sources, SIMULATED_MICRO, MICRO))
-    notes = published_frame(sources.published)
+    simulated, local = (_windowed(f) for f in _frames(sources, NPU_MICRO_BATCHES, MICRO_BATCHES))
+    notes = sources.published_numbers()
     notes = notes[(notes["where"] == "9") & (notes["metric"] == "exposed_ratio")]
     made, axes = figure(4 if len(local) else 2)
     _curves(axes[0], simulated, "step_ms", "simulated: 1,536 workers", "step latency, ms")
@@ -40,12 +36,13 @@ def fig9(sources: Sources) -> Artefact:
         where = local["conditions"].iloc[0]
         _curves(axes[2], local, "step_ms", f"measured: {where}", "step latency, ms")
         _curves(axes[3], local, "exposed_pct", f"measured: {where}", "exposed share of communication, %")
+    found = notes_of(sources, "9")
     alt = "Step latency and the exposed share of communication fall as the batch is cut into more micro-batches."
     return Artefact(
         "fig9",
         "Figure 9: micro-batch size (RQ4)",
         (
-            note_table(sources, "9", "fig9", "Figure 9: published points"),
+            note_table(found, "fig9", "Figure 9: published points"),
             *_both("fig9", "Figure 9: the numbers", simulated, local, ("micro_batch", "clustering")),
         ),
         (
@@ -57,13 +54,14 @@ def fig9(sources: Sources) -> Artefact:
                 made,
             ),
         ),
-        mismatches=tuple(note_mismatches(sources, "9", "Figure 9")),
-        missing=_missing(sources, SIMULATED_MICRO, MICRO),
+        mismatches=tuple(note_mismatches(found, "Figure 9")),
+        missing=sources.missing(NPU_MICRO_BATCHES, MICRO_BATCHES),
     )
 
 
 def _windowed(frame: pd.DataFrame) -> pd.DataFrame:
-    return frame[frame["label"].str.startswith("NestPipe")] if len(frame) else frame
+    """NestPipe by number of micro-batches."""
+    return frame[frame["method"].map(without_count) == "nestpipe"] if len(frame) else frame
 
 
 def _curves(panel: Any, frame: pd.DataFrame, metric: str, title: str, unit: str) -> None:
@@ -82,12 +80,13 @@ def _curves(panel: Any, frame: pd.DataFrame, metric: str, title: str, unit: str)
 
 def fig10(sources: Sources) -> Artefact:
     """Step latency breakdown by embedding dim, dense layers and sequence length."""
-    simulated, local = _frames(sources, SIMULATED_SIZES, SIZES)
+    simulated, local = _frames(sources, NPU_SIZES, SIZES)
     rows = [("simulated: 1,536 workers", simulated)]
     if len(local):
         rows.append((f"measured: {local['conditions'].iloc[0]}", local))
     made, axes = figure(3, height=2.8, rows=len(rows), width=3.2)
-    tables = [note_table(sources, "10", "fig10", "Figure 10: published points")]
+    found = notes_of(sources, "10")
+    tables = [note_table(found, "fig10", "Figure 10: published points")]
     for r, (title, frame) in enumerate(rows):
         for c, (name, words) in enumerate(_SWEEPS.items()):
             panel = axes[3 * r + c]
@@ -96,8 +95,8 @@ def fig10(sources: Sources) -> Artefact:
             if not len(sweep):
                 continue
             groups = sorted(set(sweep[name]))
-            bars = in_order(sweep["label"])
-            parts = {(str(row[name]), row["label"]): row for row in sweep.to_dict("records")}
+            bars = [label_of(variant) for variant in in_order(variants(sweep))]
+            parts = {(str(row[name]), row["label"]): row for row in labelled(sweep).to_dict("records")}
             stacked_bars(panel, [str(g) for g in groups], bars, parts, "ms a step")
     parts_legend(made)
     tables += _both("fig10", "Figure 10: the numbers", simulated, local, tuple(_SWEEPS))
@@ -115,14 +114,14 @@ def fig10(sources: Sources) -> Artefact:
                 made,
             ),
         ),
-        mismatches=tuple(note_mismatches(sources, "10", "Figure 10")),
-        missing=_missing(sources, SIMULATED_SIZES, SIZES),
+        mismatches=tuple(note_mismatches(found, "Figure 10")),
+        missing=sources.missing(NPU_SIZES, SIZES),
     )
 
 
 def one_dimension(frame: pd.DataFrame, name: str) -> pd.DataFrame:
-    """The rows that differ from the most usual sizes in ``name`` at most."""
-    frame = frame[frame["label"].isin(_BARS)]
+    """The rows of serial and NestPipe that differ from the most usual sizes in ``name`` at most."""
+    frame = frame[frame["method"].isin(_BARS) & ~frame["clustered"]]
     for other in _SWEEPS:
         if other != name and len(frame):
             frame = frame[frame[other] == frame[other].mode().iloc[0]]
@@ -130,7 +129,8 @@ def one_dimension(frame: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def _frames(sources: Sources, simulated: str, measured: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    return simulated_means(sources.of(simulated)), measured_medians(sources.of(measured))
+    """Simulated and measured points. The sizes, which a figure's settings differ in, are not part of the conditions."""
+    return sources.simulated_means(simulated), measured_medians(step_frame(sources.measured(measured)))
 
 
 def _both(name: str, title: str, simulated: pd.DataFrame, measured: pd.DataFrame, by: Sequence[str]) -> list[Table]:
@@ -143,8 +143,7 @@ def _numbers(name: str, title: str, frame: pd.DataFrame, kind: str, by: Sequence
     """Step and exposed parts of every point of a figure, of one kind."""
     columns = {"step_ms": "step", "exposed_lookup_ms": "exposed lookup", "exposed_communication_ms": "exposed comm."}
     cells, rows = [], []
-    if len(frame):
-        frame = frame.sort_values(["conditions", *by, "label"], kind="stable")
+    frame = labelled(frame).sort_values(["conditions", *by, "label"], kind="stable")
     for row in frame.to_dict("records"):
         point = {key.replace("_", " "): str(row[key]) for key in by}
         text = ", ".join(f"{key} {value}" for key, value in point.items())
@@ -166,7 +165,3 @@ def _numbers(name: str, title: str, frame: pd.DataFrame, kind: str, by: Sequence
         ]
     caption = "Measured: medians over steps." if kind == "measured" else "Simulated: on virtual clocks."
     return Table(f"{name}-{kind}", f"{title}, {kind}", caption, pd.DataFrame(rows), pd.DataFrame(cells, columns=CELLS))
-
-
-def _missing(sources: Sources, *parts: str) -> tuple[str, ...]:
-    return tuple(part for part in parts if not sources.of(part))

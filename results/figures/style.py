@@ -20,7 +20,7 @@ from results.artefacts import Picture
 #: Seaborn's colour-blind palette (ten colours that differ in lightness too).
 COLOURS: Sequence[Any] = sns.color_palette("colorblind")
 #: Parts of a step, from the bottom of a bar up: title, colour, hatch. Hatches tell them apart in grey.
-PARTS: Mapping[str, tuple[str, Any, str]] = {
+STEP_PARTS: Mapping[str, tuple[str, Any, str]] = {
     "dense_ms": ("dense", COLOURS[0], ""),
     "update_ms": ("update and hand-over", COLOURS[4], ".."),
     "exposed_lookup_ms": ("exposed lookup", COLOURS[1], "//"),
@@ -81,7 +81,7 @@ def stacked_bars(
     parts: Mapping[tuple[str, str], Mapping[str, float]],
     unit: str,
 ) -> None:
-    """Bars of ``parts`` (by group and bar: ms by name of PARTS) side by side within each group, named below."""
+    """Bars of ``parts`` (by group and bar: ms by name of STEP_PARTS) side by side within each group, named below."""
     width, place, names, top = 0.8, 0.0, list[str](), 0.0
     ticks, middles = [], []
     for group in groups:
@@ -91,7 +91,7 @@ def stacked_bars(
             if values is None:
                 continue
             bottom = 0.0
-            for name, (_, colour, hatch) in PARTS.items():
+            for name, (_, colour, hatch) in STEP_PARTS.items():
                 value = values.get(name, 0.0)
                 axes.bar(place, value, width, bottom, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)
                 bottom += value
@@ -121,6 +121,6 @@ def parts_legend(made: Figure) -> None:
     """One legend for all panels, above them."""
     handles = [
         plt.Rectangle((0, 0), 1, 1, facecolor=colour, hatch=hatch * 2, edgecolor="white", label=title)
-        for title, colour, hatch in PARTS.values()
+        for title, colour, hatch in STEP_PARTS.values()
     ]
     made.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)

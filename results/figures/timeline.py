@@ -12,11 +12,13 @@ from nestpipe.drawing.steady_step import steady_step
 from nestpipe.methods import UnknownMethod, find_method
 from nestpipe.schedule.operations import Ref
 from nestpipe.schedule.stages import STAGES
-from results.artefacts import TWO, Artefact, Picture, Sources
+from results.artefacts import Artefact, Picture
+from results.experiments.part_names import TWO
 from results.figures.style import COLOURS, figure, picture
-from results.frames.frames import label_of, order_of
+from results.frames.labels import label_of, order_of, variant_of
+from results.sources import Sources
 
-_METHODS = ("serial", "torchrec", "2d-sp", "uniemb", "dbp-only", "fwp-only", "nestpipe", "nestpipe+2d-sp")
+_DRAWN = ("serial", "torchrec", "2d-sp", "uniemb", "dbp-only", "fwp-only", "nestpipe", "nestpipe+2d-sp")
 _CATEGORY = {
     "dense": (COLOURS[0], ""),
     "update": (COLOURS[4], ".."),
@@ -44,7 +46,7 @@ def timeline(sources: Sources) -> Artefact:
 
 def _scheduled() -> Picture:
     drawn = []
-    for name in _METHODS:
+    for name in _DRAWN:
         try:
             method = find_method(name)
         except UnknownMethod:
@@ -63,15 +65,19 @@ def _scheduled() -> Picture:
 
 def _measured(sources: Sources) -> Picture | None:
     """The setting that paces dense compute, where there is one: overlap shows there."""
-    records = [r for r in sources.of(TWO) if r.kind == "measured" and not r.config.get("clustering")]
+    records = [r for r in sources.measured(TWO) if not r.config.get("clustering")]
     paced = [r for r in records if r.paced] or records
     drawn = []
-    for record in sorted(paced, key=lambda r: (order_of(label_of(r)), r.key)):
+    for record in sorted(paced, key=lambda r: (order_of(variant_of(r)), r.key)):
         path = sources.folder / "timelines" / TWO / f"{record.key}.json"
         data = _read(path)
         if data:
             drawn.append(
-                (f"{label_of(record)}, N = {record.config['micro_batches']}", data["spans"], data["length_ms"])
+                (
+                    f"{label_of(variant_of(record))}, N = {record.config['micro_batches']}",
+                    data["spans"],
+                    data["length_ms"],
+                )
             )
     if not drawn:
         return None

@@ -1,1 +1,1 @@
-"""Records as data frames, and cells of one beside another."""
+"""Records as data frames, and numbers of several kinds next to each other."""

@@ -1,206 +1,147 @@
 """Records in, data frames out: one row per step, medians and spread per setting, ratios within a session.
 
-The outcome depends on the set of records alone, not on their order or on how often one is given.
+A row belongs to a ``method``, ``clustered`` or not, under a ``setting``; settings that differ in nothing but the number
+of workers are one ``family``. Labels come later (``results.frames.labels``).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from nestpipe.measurement.record import METRICS, Record, RecordError, Store, record_from_json
-from results.artefacts import Sources, distinct
-from results.published import Published, load_published
+from nestpipe.measurement.record import METRICS, Record
+from results.frames.labels import PAPER_METHODS, conditions_of, family_conditions_of, is_clustered, only, pace_of
+from results.published import Published
 
-#: Methods in the order of the tables, and what each row is called. serial is what the paper's numbers call TorchRec.
-LABELS: Mapping[str, str] = {
-    "serial": "TorchRec (serial)",
-    "torchrec": "real torchrec",
-    "torchrec-dedup": "real torchrec, index dedup",
-    "torchrec-planner": "real torchrec, planner",
-    "torchrec-bf16": "real torchrec, bf16",
-    "2d-sp": "2D-SP",
-    "uniemb": "UniEmb",
-    "dbp-only": "DBP-only",
-    "fwp-only": "FWP-only",
-    "nestpipe": "NestPipe",
-    "nestpipe+bf16": "NestPipe, bf16",
-    "nestpipe+2d-sp": "NestPipe+2D-SP",
-    "nestpipe+2d-sp-exact": "NestPipe+2D-SP, exact",
-}
-PAPER_LABELS: Mapping[str, str] = {
-    "TorchRec": "TorchRec (serial)",
-    **{label: label for label in ("2D-SP", "UniEmb", "DBP-only", "FWP-only", "NestPipe", "NestPipe+2D-SP")},
-}
 #: What may differ between methods that are compared, so belongs to no setting.
 _NOT_SETTING = ("micro_batches", "clustering")
-#: For a value that a record of another version does not have.
-NOT_SAID = "not said"
 #: Same setting, measured longer or again.
 _NOT_CONDITIONS = ("steps", "rounds", "evaluate")
-
-
-def read_parts(root: Path) -> tuple[dict[str, tuple[Record, ...]], list[str]]:
-    """Records by part, and a sentence for each file that is none.
-
-    ``root``: a folder with a store per part, one store, a JSON file of ``run`` or ``simulate --json``, or one of
-    pytest-benchmark that the suites wrote. Raises RecordError where it is none of these.
-    """
-    if root.is_file():
-        return _from_file(root), []
-    parts, skipped = {}, []
-    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-    if any(root.glob("*.json")):
-        folders.insert(0, root)
-    for folder in folders:
-        records, bad = Store(folder).read()
-        parts[folder.name] = tuple(records)
-        skipped += [f"{folder.name}/{sentence}" for sentence in bad]
-    return parts, skipped
-
-
-def _from_file(path: Path) -> dict[str, tuple[Record, ...]]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if alone := data.get("records") or list(data.get("methods", {}).values()):
-            return {path.name: tuple(record_from_json(record, path.name) for record in alone)}
-        entries = [b["extra_info"] for b in data["benchmarks"]]
-    except RecordError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RecordError(
-            f"{path}: holds no records: neither a folder of them, nor a file of run --json, nor one of pytest-benchmark"
-        ) from error
-    parts: dict[str, list[Record]] = {}
-    for entry in entries:
-        for part, record in entry.get("records", []):
-            parts.setdefault(part, []).append(record_from_json(record, path.name))
-    return {part: tuple(records) for part, records in parts.items()}
-
-
-def sources_from(folder: Path, records: Path | None = None) -> Sources:
-    """Everything under ``folder`` (records in ``records`` or its subfolder of that name). Raises RecordError."""
-    if records is not None and not records.exists():
-        raise RecordError(f"{records}: no such folder or file; correct --records")
-    parts, skipped = read_parts(records or folder / "records")
-    return Sources(parts, tuple(load_published()), folder, tuple(skipped))
-
-
-def label_of(record: Record) -> str:
-    """What the record's row is called."""
-    plain = record.method.split("(")[0]
-    label = LABELS.get(plain, plain)
-    if record.method != plain:
-        label = record.method if plain == "serial" else f"{label}({record.method.partition('(')[2]}"
-    return f"{label} + clustering" if clustered(record) else label
-
-
-def clustered(record: Record) -> bool:
-    """Measured records: samples that share keys were put together."""
-    return record.kind == "measured" and bool(record.config.get("clustering")) and record.config["micro_batches"] > 1
-
-
-def order_of(label: str) -> tuple[int, str]:
-    """Sort key: rows in the order of the paper, further methods after them."""
-    known = list(LABELS.values())
-    near = [i for i, name in enumerate(known) if label == name or label.startswith((f"{name}(", f"{name} +"))]
-    if label.startswith("serial("):
-        return 0, label
-    return (near[-1] if near else len(known)), label
+#: For a value that a record of another version does not have.
+_NOT_SAID = "not said"
+#: The sizes that figures vary.
+SIZES = ("embedding_dim", "dense_layers", "sequence_length")
+_SETTING = ["setting", "family", "workers", "conditions", "family_conditions", "pace"]
+_GROUP = [*_SETTING, "method", "clustered"]
+_LONG = [*_GROUP, "metric", "value", "low", "high", "n"]
+_FACTS = ["key", *_GROUP, "session", "micro_batch", "clustering", *SIZES]
 
 
 def setting_of(record: Record) -> str:
-    """Canonical text of the conditions that records have to share to stand in one column."""
-    left_out = (*_NOT_SETTING, *_NOT_CONDITIONS)
-    config = {name: value for name, value in record.config.items() if name not in left_out}
-    return json.dumps([record.workers, record.testbed, record.paced, config], sort_keys=True, default=str)
+    """Canonical text of the conditions that records have to share to be compared in one column."""
+    return _canonical(record.workers, *_family(record))
+
+
+def family_of(record: Record) -> str:
+    """Canonical text of the setting without the number of workers."""
+    return _canonical(*_family(record))
 
 
 def session_of(record: Record) -> str:
     """Canonical text of what the records of one interleaved run share."""
     config = {name: value for name, value in record.config.items() if name != "micro_batches"}
-    return json.dumps([record.workers, record.testbed, record.paced, record.seed, config], sort_keys=True, default=str)
+    return _canonical(record.workers, record.testbed, record.paced, record.seed, config)
 
 
-def describe(record: Record) -> str:
-    """The record's conditions in a few words, for a column's heading."""
+def _family(record: Record) -> tuple[str, bool, dict[str, Any]]:
+    left_out = (*_NOT_SETTING, *_NOT_CONDITIONS)
+    config = {name: value for name, value in record.config.items() if name not in left_out}
+    return record.testbed, record.paced, config
+
+
+def _canonical(*facts: Any) -> str:
+    return json.dumps(facts, sort_keys=True, default=str)
+
+
+def sizes_of(record: Record) -> dict[str, Any]:
+    """Samples of a micro-batch, whether clustering is on or off, and the sizes of the model."""
     if record.kind == "simulated":
-        return f"{record.config['hardware']}, {record.workers} workers"
-    where = record.testbed
-    if where.startswith("netns:"):
-        where = "hosts at " + where.removeprefix("netns:").replace("mbit", " Mbit/s").replace(",", " + ")
-        where = where.replace("gbit", " Gbit/s").replace("1ms", "1 ms")
+        model = record.config["workload"]
+        batch = model.get("batch_size")
+        on = not model.get("keys", {}).get("duplication")
     else:
-        where = f"ranks on {where}"
-    pace = record.config.get("pace_dense") or 0
-    return f"{record.workers} {where}, " + (f"dense PACED to {pace:g} ms" if record.paced else "unpaced")
+        model = record.config["model"]
+        batch = record.config["data"].get("batch_size")
+        on = bool(record.config.get("clustering"))
+    return {
+        "micro_batch": batch and batch // record.config["micro_batches"],
+        "clustering": "on" if on else "off",
+        **{name: model.get(name) for name in SIZES},
+    }
 
 
 def step_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """One row per record and step, sorted by the record's key and the step; a column per metric, NaN where absent.
+    """One row per record and step, in the order given; a column per metric, NaN where it is absent.
 
-    Beside them: ``key``, ``method``, ``label``, ``workers``, ``setting``, ``session``, ``conditions`` and
-    ``round``, the interleaved round that the step belongs to (warm-up leaves a gap between two).
+    ``records``: of one kind, each once (``Sources.of``). The other columns: ``key``, ``method``, ``clustered``,
+    ``workers``, ``setting``, ``family``, ``session``; ``conditions``, ``family_conditions`` and ``pace`` in words;
+    ``micro_batch`` (samples), ``clustering`` and SIZES; ``step``, and ``round``, the interleaved round that the step
+    belongs to (warm-up leaves a gap between two).
     """
     frames = []
-    for record in distinct(records):
+    for record in records:
         steps = np.asarray(record.steps, dtype=np.int64)
         if not len(steps):
             continue
         values = {name: record.metrics[name] for name in METRICS if len(record.metrics.get(name, ())) == len(steps)}
         frame = pd.DataFrame(values, index=range(len(steps)), dtype="float64")
-        facts: dict[str, Any] = {
-            "key": record.key,
-            "method": record.method,
-            "label": label_of(record),
-            "workers": record.workers,
-            "setting": setting_of(record),
-            "session": session_of(record),
-            "conditions": describe(record),
-            "step": steps,
-            "round": np.concatenate([[0], np.cumsum(np.diff(steps) > 1)]),
-        }
-        frames.append(frame.assign(**facts))
-    columns = ["key", "method", "label", "workers", "setting", "session", "conditions", "step", "round"]
+        rounds = np.concatenate([[0], np.cumsum(np.diff(steps) > 1)])
+        frames.append(frame.assign(**_facts(record), step=steps, round=rounds))
+    columns = [*_FACTS, "step", "round", *METRICS]
     if not frames:
-        return pd.DataFrame(columns=[*columns, *METRICS])
-    return pd.concat(frames, ignore_index=True).reindex(columns=[*columns, *METRICS])
+        return pd.DataFrame(columns=columns)
+    return pd.concat(frames, ignore_index=True).reindex(columns=columns)
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    return {
+        "key": record.key,
+        "method": record.method,
+        "clustered": is_clustered(record),
+        "workers": record.workers,
+        "setting": setting_of(record),
+        "family": family_of(record),
+        "session": session_of(record),
+        "conditions": conditions_of(record),
+        "family_conditions": family_conditions_of(record),
+        "pace": pace_of(record),
+        **sizes_of(record),
+    }
 
 
 def told_apart(steps: pd.DataFrame) -> pd.DataFrame:
-    """``steps`` with conditions that name one setting each: where two read alike, what differs between them is added.
+    """``steps`` with conditions that name one family each: if two read alike, what differs between them is added.
 
-    A store that holds a run of another size beside the first (``--size tiny``, then full) has such settings.
+    A store that holds a run of another size next to the first (``--size tiny``, then full) has such families.
     """
-    names: dict[str, str] = {}
-    for _, alike in steps.drop_duplicates("setting").groupby("conditions", sort=True):
-        flat = {text: _flat("", json.loads(text)[-1]) for text in alike["setting"]}
+    more: dict[str, str] = {}
+    for _, alike in steps.drop_duplicates("family").groupby("family_conditions", sort=True):
+        flat = {text: dict(_flat("", json.loads(text)[-1])) for text in alike["family"]}
         keys = sorted({key for one in flat.values() for key in one})
         differ = [key for key in keys if len({str(one.get(key)) for one in flat.values()}) > 1]
-        for text, conditions in zip(alike["setting"], alike["conditions"], strict=True):
-            names[text] = ", ".join([conditions, *(f"{key} {flat[text].get(key, NOT_SAID)}" for key in differ)])
-    return steps.assign(conditions=steps["setting"].map(names))
+        for text, one in flat.items():
+            more[text] = "".join(f", {key} {one.get(key, _NOT_SAID)}" for key in differ)
+    added = steps["family"].map(more)
+    return steps.assign(conditions=steps["conditions"] + added, family_conditions=steps["family_conditions"] + added)
 
 
-def _flat(prefix: str, value: Any) -> dict[str, Any]:
-    """Values of nested mappings by the last of their names; lists count as one value."""
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {key: one for name, part in value.items() for key, one in _flat(name, part).items()}
-
-
-_GROUP = ["setting", "conditions", "workers", "label"]
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Nested settings by the last part of their name, which is an option's."""
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for inner, below in value.items():
+        yield from _flat(inner, below)
 
 
 def medians(steps: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
     """Long form, a row per setting, method and metric: ``value`` (median), ``low``, ``high`` (quartiles), ``n``."""
     if steps.empty:
-        return pd.DataFrame(columns=[*_GROUP, "metric", "value", "low", "high", "n"])
+        return pd.DataFrame(columns=_LONG)
     long = steps.melt(id_vars=_GROUP, value_vars=list(metrics), var_name="metric", value_name="x").dropna(subset="x")
     grouped = long.groupby([*_GROUP, "metric"], sort=True)["x"]
     result = grouped.quantile([0.25, 0.5, 0.75]).unstack()
@@ -209,23 +150,65 @@ def medians(steps: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
 
 
 def ratios(steps: pd.DataFrame, base: str, metric: str = "step_ms") -> pd.DataFrame:
-    """How many times ``base``'s ``metric`` is each method's, both within one session and round.
+    """How many times the method ``base``'s ``metric`` is each method's, both within one session and round.
 
     Long form as ``medians``, ``metric`` "speedup": median over rounds, with the smallest and the largest.
     """
-    if steps.empty or not (steps["label"] == base).any():
-        return pd.DataFrame(columns=[*_GROUP, "metric", "value", "low", "high", "n"])
-    keys = ["setting", "conditions", "workers", "session", "round", "label"]
-    rounds = steps.groupby(keys, sort=True)[metric].median().reset_index()
-    bases = rounds[rounds["label"] == base].drop(columns="label")
-    joined = rounds.merge(bases, on=keys[:-1], suffixes=("", "_base"))
+    if only(steps, base).empty:
+        return pd.DataFrame(columns=_LONG)
+    keys = [*_SETTING, "session", "round"]
+    rounds = steps.groupby([*keys, "method", "clustered"], sort=True)[metric].median().reset_index()
+    bases = only(rounds, base).drop(columns=["method", "clustered"])
+    joined = rounds.merge(bases, on=keys, suffixes=("", "_base"))
     joined["x"] = joined[f"{metric}_base"] / joined[metric]
     grouped = joined.groupby(_GROUP, sort=True)["x"]
     result = grouped.agg(low="min", value="median", high="max", n="size").reset_index()
     return result.assign(metric="speedup")
 
 
+def measured_medians(steps: pd.DataFrame) -> pd.DataFrame:
+    """One row per setting and method of measured steps: medians over steps by metric, parts and shares of a step."""
+    long = medians(steps, METRICS)
+    if long.empty:
+        return pd.DataFrame()
+    wide = long.pivot(index=_GROUP, columns="metric", values="value").reset_index()
+    row = ["setting", "method", "clustered"]
+    sizes = steps.drop_duplicates(row)[[*row, "micro_batch", "clustering", *SIZES]]
+    return _with_parts(wide.merge(sizes, on=row, how="left"))
+
+
+def simulated_means(records: Iterable[Record]) -> pd.DataFrame:
+    """One row per simulated record: means over its steps by metric, parts and shares of a step, and its sizes."""
+    rows = [
+        {
+            "method": record.method,
+            "clustered": False,
+            "workers": record.workers,
+            "conditions": conditions_of(record),
+            **sizes_of(record),
+            **{name: float(np.mean(values)) for name, values in record.metrics.items() if len(values)},
+        }
+        for record in records
+        if record.kind == "simulated"
+    ]
+    return _with_parts(pd.DataFrame(rows))
+
+
+def _with_parts(frame: pd.DataFrame) -> pd.DataFrame:
+    """``rest_ms``: what a step holds besides dense, update, exposed lookup and communication; shares in percent."""
+    if frame.empty:
+        return frame
+    named = frame[["dense_ms", "update_ms", "exposed_lookup_ms", "exposed_communication_ms"]].sum(axis=1)
+    return frame.assign(
+        rest_ms=(frame["step_ms"] - named).clip(lower=0.0),
+        lookup_share=frame["exposed_lookup_ms"] / frame["step_ms"] * 100,
+        comm_share=frame["exposed_communication_ms"] / frame["step_ms"] * 100,
+        exposed_pct=frame["exposed_communication_ms"] / frame["communication_ms"] * 100,
+        utilisation_pct=frame["dense_ms"] / frame["step_ms"] * 100,
+    )
+
+
 def published_frame(rows: Iterable[Published]) -> pd.DataFrame:
-    """The published numbers, with the row ``label`` that each belongs to."""
-    frame = pd.DataFrame([vars(row) for row in rows])
-    return frame.assign(label=frame["method"].map(PAPER_LABELS))
+    """The published numbers; ``paper_method``: as the paper calls it; ``method``: the method that stands for it."""
+    frame = pd.DataFrame([vars(row) for row in rows]).rename(columns={"method": "paper_method"})
+    return frame.assign(method=frame["paper_method"].map(PAPER_METHODS), clustered=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
@@ -13,10 +13,12 @@ import pandas as pd
 from markupsafe import Markup
 
 from nestpipe.measurement.record import KINDS, Record
-from results.artefacts import ARTEFACTS, Artefact, Mismatch, Sources, Table, make
-from results.experiments.plan import Options, command, plan
-from results.frames.side_by_side import CELLS, TOLERANCE_PCT
+from results.artefacts import ARTEFACTS, Artefact, Mismatch, Table, make
+from results.experiments.part_names import CONVERGENCE
+from results.experiments.plan import Options, all_parts, command, is_tiny
 from results.report.render import to_html
+from results.sources import Sources
+from results.tables.side_by_side import CELLS, TOLERANCE_PCT
 
 
 @dataclass(frozen=True)
@@ -28,27 +30,67 @@ class How:
 
 
 def make_all(sources: Sources, names: Sequence[str] | None = None) -> list[Artefact]:
-    """The artefacts of these names, by default all that there is something of. Raises UnknownArtefact."""
-    if names:
-        return [make(name, sources) for name in names]
-    return [a for a in (make(name, sources) for name in ARTEFACTS) if a.tables or a.pictures or a.text]
+    """The artefacts of these names, by default all that there is something of. Raises UnknownArtefact.
+
+    Titles say if measured runs are tiny.
+    """
+    made = [_sized(make(name, sources), sources) for name in names or ARTEFACTS]
+    return made if names else [a for a in made if a.tables or a.pictures or a.text]
 
 
-def to_report(sources: Sources, artefacts: Sequence[Artefact], options: Options | None = None) -> str:
+def size_word(sources: Sources, *parts: str) -> str:
+    """``tiny`` if all that was measured for these parts has the size tiny, ``partly tiny`` if some has, else nothing.
+
+    Read off the configurations of records and curves, so it does not matter when they were made.
+    """
+    configs = [record.config for record in sources.measured(*parts)]
+    if CONVERGENCE in parts:
+        configs += [curve.config for curve in sources.curves()]
+    tiny = [is_tiny(config) for config in configs]
+    if not any(tiny):
+        return ""
+    return "tiny" if all(tiny) else "partly tiny"
+
+
+def _sized(artefact: Artefact, sources: Sources) -> Artefact:
+    """``artefact`` with the size of its measured runs in its titles."""
+    planned = all_parts(Options())
+    parts = [part.name for part in planned if artefact.name in part.feeds]
+    if not parts:  # records that no part of the plan made
+        parts = sorted(sources.parts.keys() - {part.name for part in planned})
+    word = size_word(sources, *parts)
+    if not word:
+        return artefact
+    tables = tuple(
+        replace(table, title=f"{table.title} ({word})") if _is_measured(table) else table for table in artefact.tables
+    )
+    return replace(artefact, title=f"{artefact.title} ({word})", tables=tables)
+
+
+def _is_measured(table: Table) -> bool:
+    """Some of its numbers are measured, or derived from such numbers."""
+    return "kind" not in table.cells or bool((table.cells["kind"] == "measured").any())
+
+
+def to_report(sources: Sources, artefacts: Sequence[Artefact]) -> str:
     """The report as HTML; needs no network to be read."""
-    options = options or Options()
+    size = size_word(sources, *sources.parts, CONVERGENCE)
+    options = Options(size="tiny" if size == "tiny" else "full")
+    reproduce = "nestpipe reproduce --size tiny" if size == "tiny" else "nestpipe reproduce"
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters["base64"] = lambda text: base64.b64encode(text.encode()).decode()
     environment.filters["table"] = lambda table: Markup(to_html(table))
     template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8"))
-    parts = {part.name: part for part in plan(options)}
+    parts = {part.name: part for part in all_parts(options)}
     missing = sorted({part for artefact in artefacts for part in artefact.missing})
     return template.render(
         counts=_counts(sources),
+        size=size,
+        reproduce=reproduce,
         tolerance=f"A simulated cell does not match beyond {TOLERANCE_PCT:g} % and the rounding of the printed number.",
         mismatches=_by_place(artefacts),
         missing=[
-            (f"{name} ({parts[name].title})" if name in parts else name, f"nestpipe reproduce --only {name}")
+            (f"{name} ({parts[name].title})" if name in parts else name, f"{reproduce} --only {name}")
             for name in missing
         ],
         skipped=sources.skipped,
@@ -80,7 +122,7 @@ def how_to(folder: Path, options: Options, names: Sequence[str]) -> Mapping[str,
     times = read_times(folder)
     result = {}
     for name in names:
-        feeding = [part for part in plan(options) if name in part.feeds]
+        feeding = [part for part in all_parts(options) if name in part.feeds]
         lines = [command(config, f"{folder.name}/records/{part.name}") for part in feeding for config in part.runs]
         taken = [times[part.name] for part in feeding if part.name in times]
         words = _duration(sum(taken)) if feeding and len(taken) == len(feeding) else ""

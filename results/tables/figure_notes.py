@@ -1,16 +1,23 @@
-"""Points of the paper's figures that public notes name, beside what the simulator has for them."""
+"""Points of the paper's figures that public notes name, next to the values of the simulated records."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import pandas as pd
 
-from results.artefacts import Mismatch, Sources, Table
-from results.frames.frames import PAPER_LABELS
-from results.frames.series import comparison, simulated_means
-from results.frames.side_by_side import TOLERANCE_PCT
+from results.artefacts import Mismatch, Table
+from results.experiments.part_names import GPU, NPU, NPU_MICRO_BATCHES, NPU_SIZES
+from results.frames.frames import SIZES
+from results.frames.labels import PAPER_METHODS, Variant, label_of, only
 from results.published import Published
+from results.sources import Sources
+from results.tables.reasons import why_note
+from results.tables.side_by_side import CELLS, HALF_UNIT, NOTHING, TOLERANCE_PCT, shown
 
-_PARTS = {"NPU": ("simulated", "simulated-micro-batches", "simulated-sizes"), "GPU": ("simulated-gpu",)}
+#: Where the values of a cluster are looked up; the first has the settings of the tables.
+_PARTS_OF = {"NPU": (NPU, NPU_MICRO_BATCHES, NPU_SIZES), "GPU": (GPU,)}
 _QUANTITY = {
     "lookup_share": "exposed lookup, share of the step",
     "comm_share": "exposed communication, share of the step",
@@ -30,69 +37,93 @@ _COLUMN = {
     "exposed_comm": "exposed_communication_ms",
     "exposed_ratio": "exposed_pct",
 }
-#: Rows whose methods have a frozen window, so a micro-batch size.
-_WINDOWED = ("NestPipe", "FWP-only", "NestPipe+2D-SP")
+#: Methods that have a frozen window, so a micro-batch size.
+_WINDOWED = ("nestpipe", "fwp-only", "nestpipe+2d-sp")
 _CAPTION = "[N]: from public notes on the paper, consistent with each other, not printed in its tables."
 
-#: (metric, what the setting or the number of workers is) -> why the simulator differs.
-_WHY = {
-    (
-        "comm_share",
-        128,
-    ): "9.2 % of the tables' 2562 ms is 236 ms; All2All of few workers is the model's least certain time.",
-    ("lookup_share", 128): "Not explained: 24.4 % of the tables' 2562 ms is 625 ms, TorchRec minus UniEmb gives 593.",
-    ("exposed_ratio", "micro_batch=16 clustering=off"): "Not explained: duplication grows the total, but still 2 of 64 "
-    "All2Alls are exposed, 3.1 %.",
-    ("exposed_comm", "micro_batch=16 clustering=on"): "Not explained: less than 1/32 of the total; first and last "
-    "micro-batch may be smaller.",
-    ("exposed_comm", "sequence_length=2048"): "Not explained: twice the items would be nearly twice the keys; the "
-    "paper's reference length is not published.",
-    ("total_comm", "micro_batch=16 clustering=off"): "Key repetition was measured on other data than the paper's.",
-}
+
+@dataclass(frozen=True)
+class Note:
+    """A published note and the simulated records' value for it, None if there is no such record."""
+
+    published: Published
+    simulated: float | None
+
+    @property
+    def label(self) -> str:
+        return label_of(Variant(PAPER_METHODS[self.published.method]))
+
+    @property
+    def error_pct(self) -> float | None:
+        return None if self.simulated is None else (self.simulated / self.published.value - 1) * 100
 
 
-def note_table(sources: Sources, where: str, name: str, title: str) -> Table:
-    """Published notes of figure or table ``where`` with the simulated value of each."""
+def notes_of(sources: Sources, where: str) -> list[Note]:
+    """The published notes of figure or table ``where``."""
+    return [
+        Note(row, _simulated_value(sources, row))
+        for row in sources.published
+        if row.where == where and row.mark == "N" and row.metric in _QUANTITY
+    ]
+
+
+def note_table(notes: list[Note], name: str, title: str) -> Table:
+    """A row per note: published, simulated, error."""
     rows = []
-    for row in _notes(sources, where):
-        quantity = _QUANTITY[row.metric] + f", {row.workers:,} workers"
-        if row.setting:
-            quantity += ", " + row.setting.replace("_", " ").replace("=", " ").replace(" clustering", ", clustering")
-        rows.append(
-            {
-                "quantity": quantity,
-                "label": PAPER_LABELS[row.method],
-                "workers": row.workers,
-                "unit": row.unit,
-                "mark": row.mark,
-                "published": row.value,
-                "simulated": simulated_value(sources, row),
-                "conditions": row.setting,
-            }
-        )
-    return comparison(name, title, _CAPTION, rows)
+    for note in notes:
+        point = note.published
+        quantity = _quantity(point)
+        line = {"quantity": quantity, "method": note.label, "published": f"{shown(point.value, 2)} [{point.mark}]"}
+        line["simulated"] = NOTHING if note.simulated is None else shown(note.simulated, 2)
+        line["error %"] = NOTHING if note.error_pct is None else f"{note.error_pct:+.1f}"
+        rows.append(line | {"unit": point.unit})
+    frame = pd.DataFrame(rows)
+    if all(note.simulated is None for note in notes):
+        frame = frame.drop(columns="simulated", errors="ignore")
+    cells = [cell for note in notes for cell in _cells(note)]
+    return Table(name, title, _CAPTION, frame, pd.DataFrame(cells, columns=CELLS))
 
 
-def note_mismatches(sources: Sources, where: str, title: str) -> list[Mismatch]:
+def _quantity(point: Published) -> str:
+    text = _QUANTITY[point.metric] + f", {point.workers:,} workers"
+    if point.setting:
+        text += ", " + point.setting.replace("_", " ").replace("=", " ").replace(" clustering", ", clustering")
+    return text
+
+
+def _cells(note: Note) -> Iterator[dict[str, object]]:
+    """Rows of the CSV file."""
+    point = note.published
+    facts = {
+        "metric": _quantity(point),
+        "workers": point.workers,
+        "label": note.label,
+        "conditions": point.setting,
+        "unit": point.unit,
+    }
+    yield {**facts, "kind": "published", "value": point.value, "mark": point.mark}
+    if note.simulated is not None:
+        floor = HALF_UNIT / point.value * 100
+        more = {"mark": "", "error_pct": note.error_pct, "floor_pct": floor}
+        yield {**facts, "kind": "simulated", "value": note.simulated, **more}
+
+
+def note_mismatches(notes: list[Note], title: str) -> list[Mismatch]:
     """Notes that the simulator misses by more than the tolerance."""
     found = []
-    for row in _notes(sources, where):
-        simulated = simulated_value(sources, row)
-        if simulated is None:
+    for note in notes:
+        point = note.published
+        if note.simulated is None or note.error_pct is None:
             continue
-        error = (simulated / row.value - 1) * 100
-        at_least = row.metric.endswith("at_least")
-        if abs(error) <= TOLERANCE_PCT + half_unit(row.value) / row.value * 100 or (
-            at_least and simulated >= row.value
-        ):
+        met = point.metric.endswith("at_least") and note.simulated >= point.value
+        if met or abs(note.error_pct) <= TOLERANCE_PCT + half_unit(point.value) / point.value * 100:
             continue
         what = (
-            f"{PAPER_LABELS[row.method]}, {row.workers:,} workers{', ' + row.setting if row.setting else ''}: "
-            f"{_QUANTITY[row.metric]} published {row.value:g} {row.unit} [N], "
-            f"simulated {simulated:.2f} ({error:+.1f} %)"
+            f"{note.label}, {point.workers:,} workers{', ' + point.setting if point.setting else ''}: "
+            f"{_QUANTITY[point.metric]} published {point.value:g} {point.unit} [N], "
+            f"simulated {note.simulated:.2f} ({note.error_pct:+.1f} %)"
         )
-        why = _WHY.get((row.metric, row.setting)) or _WHY.get((row.metric, row.workers))
-        found.append(Mismatch(title, what, why or "Small; no cause is known."))
+        found.append(Mismatch(title, what, why_note(point.metric, point.setting, point.workers)))
     return found
 
 
@@ -102,35 +133,31 @@ def half_unit(value: float) -> float:
     return 0.5 * 10.0**-decimals
 
 
-def simulated_value(sources: Sources, row: Published) -> float | None:
-    """The simulated records' value for a published note; None where there is no such record."""
-    parts = _PARTS[row.cluster]
-    usual, frame = simulated_means(sources.of(parts[0])), simulated_means(sources.of(*parts))
+def _simulated_value(sources: Sources, point: Published) -> float | None:
+    parts = _PARTS_OF[point.cluster]
+    usual = only(sources.simulated_means(parts[0]), "nestpipe")
     if usual.empty:
         return None
     # What a note does not name is as in the tables.
-    reference = usual[usual["label"] == "NestPipe"].iloc[0]
-    setting = dict(pair.split("=") for pair in row.setting.split())
-    near = frame[frame["workers"] == row.workers]
-    for name in ("sequence_length", "clustering", "embedding_dim", "dense_layers"):
+    reference = usual.iloc[0]
+    setting = dict(pair.split("=") for pair in point.setting.split())
+    frame = sources.simulated_means(*parts)
+    near = frame[frame["workers"] == point.workers]
+    for name in ("clustering", *SIZES):
         value = setting.get(name, reference[name])
         near = near[near[name].astype(str) == str(value)]
     micro_batch = int(setting.get("micro_batch", reference["micro_batch"]))
-    near = near[(near["micro_batch"] == micro_batch) | ~near["label"].isin(_WINDOWED)]
-    mine = near[near["label"] == PAPER_LABELS[row.method]]
+    near = near[(near["micro_batch"] == micro_batch) | ~near["method"].isin(_WINDOWED)]
+    mine = only(near, PAPER_METHODS[point.method])
     if mine.empty:
         return None
-    if row.metric == "lookup_reduction":
-        serial = near[near["label"] == "TorchRec (serial)"]
+    if point.metric == "lookup_reduction":
+        serial = only(near, "serial")
         return _reduction(mine, serial) if len(serial) else None
-    return float(mine[_COLUMN[row.metric]].iloc[0])
+    return float(mine[_COLUMN[point.metric]].iloc[0])
 
 
 def _reduction(mine: pd.DataFrame, serial: pd.DataFrame) -> float:
     # A pipeline's exposed lookup is the hand-over between its buffers, the whole of ``update`` in the profile.
     left = float(mine["exposed_lookup_ms"].iloc[0] + mine["update_ms"].iloc[0])
     return (1 - left / float(serial["exposed_lookup_ms"].iloc[0])) * 100
-
-
-def _notes(sources: Sources, where: str) -> list[Published]:
-    return [row for row in sources.published if row.where == where and row.mark == "N" and row.metric in _QUANTITY]

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import pandas as pd
 
 from nestpipe.measurement.record import Record
-from results.artefacts import Artefact, Sources, Table, distinct
-from results.experiments.plan import Options, plan
-from results.frames.frames import medians, order_of, step_frame, told_apart
-from results.frames.side_by_side import CELLS, NOTHING
+from results.artefacts import Artefact, Table
+from results.experiments.plan import Options, all_parts
+from results.frames.frames import medians, step_frame, told_apart
+from results.frames.labels import Variant, label_of, labelled, order_of
+from results.sources import Sources
+from results.tables.side_by_side import CELLS, NOTHING
 
 #: Metric of a record -> (heading, digits, factor).
 _SHOWN = {
@@ -23,10 +25,10 @@ _SHOWN = {
 }
 
 
-def own(sources: Sources) -> Artefact:
-    """Whatever lies in stores that the plan does not know; without any, an artefact with nothing in it."""
-    planned = {part.name for part in plan(Options())}
-    records = distinct(r for name, part in sources.parts.items() if name not in planned for r in part)
+def other_records(sources: Sources) -> Artefact:
+    """Whatever is in stores that the plan does not know; without any, an artefact with nothing in it."""
+    planned = {part.name for part in all_parts(Options())}
+    records = sources.of(*(name for name in sources.parts if name not in planned))
     tables = [_table(kind, [r for r in records if r.kind == kind]) for kind in ("measured", "simulated")]
     return Artefact("records", "Further records", tuple(table for table in tables if table is not None))
 
@@ -37,14 +39,15 @@ def _table(kind: str, records: Sequence[Record]) -> Table | None:
         return None
     if kind == "simulated":  # two that read alike differ in the model
         models = {r.key: _model(r) for r in records}
-        steps["conditions"] += steps["key"].map(models)
-        steps["setting"] = steps["conditions"]
+        conditions = steps["conditions"] + steps["key"].map(models)
+        steps = steps.assign(conditions=conditions, setting=conditions, family=conditions)
     else:
         steps = told_apart(steps)
     cells = medians(steps, list(_SHOWN))
-    rows = []
-    for (conditions, label), group in cells.groupby(["conditions", "label"], sort=False):
-        row = {"conditions": conditions, "method": label}
+    rows = {}
+    for (conditions, method, clustered), group in cells.groupby(["conditions", "method", "clustered"], sort=False):
+        variant = Variant(method, clustered)
+        row = {"conditions": conditions, "method": label_of(variant)}
         by = group.set_index("metric")
         for metric, (heading, digits, factor) in _SHOWN.items():
             row[heading] = NOTHING
@@ -52,8 +55,7 @@ def _table(kind: str, records: Sequence[Record]) -> Table | None:
                 value, low, high = (float(x) * factor for x in by.loc[metric, ["value", "low", "high"]])
                 spread = f" ({low:,.{digits}f}-{high:,.{digits}f})" if low != high else ""
                 row[heading] = f"{value:,.{digits}f}{spread}"
-        rows.append(row)
-    rows.sort(key=lambda row: (row["conditions"], order_of(row["method"])))
+        rows[conditions, order_of(variant)] = row
     caption = f"{kind.capitalize()}: medians over steps (quartiles), means over ranks."
     if kind == "measured":
         caption += " Methods that ran interleaved under the same conditions can be compared, others only roughly."
@@ -61,8 +63,8 @@ def _table(kind: str, records: Sequence[Record]) -> Table | None:
         f"records-{kind}",
         f"{len(records)} {kind} records that belong to no table of the paper",
         caption,
-        pd.DataFrame(rows),
-        cells.assign(kind=kind).reindex(columns=CELLS),
+        pd.DataFrame([row for _, row in sorted(rows.items())]),
+        labelled(cells).sort_values(["setting", "label", "metric"]).assign(kind=kind).reindex(columns=CELLS),
     )
 
 

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pandas as pd
-
 from nestpipe.measurement.record import Record
-from results.artefacts import FOUR, GPU, NPU, TWO, Artefact, Sources, Table
-from results.frames.frames import published_frame, step_frame, told_apart
-from results.frames.side_by_side import (
+from results.artefacts import Artefact, Table
+from results.experiments.part_names import FOUR, GPU, NPU, TWO
+from results.frames.labels import Variant
+from results.sources import Sources
+from results.tables.figure_notes import note_mismatches, note_table, notes_of
+from results.tables.ladder import out_of_order
+from results.tables.paper_inconsistencies import paper_inconsistencies
+from results.tables.reasons import why_cell
+from results.tables.side_by_side import (
     COMMUNICATION,
-    EXPOSED,
+    EXPOSED_COMMUNICATION,
     LOOKUP,
     QPS,
     SCALING,
     SPEEDUP,
     STEP,
     TOTAL,
+    compared,
+    joined,
     measured_cells,
     mismatches,
     published_cells,
     side_by_side,
     simulated_cells,
 )
-from results.tables.figure_notes import note_mismatches, note_table
-from results.tables.ladder import out_of_order
-from results.tables.reasons import paper_inconsistencies, why
 
 _READ = (
     "Error: simulated against published; rounding: half a unit of the last printed digit. [N]: from public notes on "
@@ -42,20 +45,20 @@ _SCALE = (
 
 
 #: The paper's order, slowest first.
-_ORDER = ("TorchRec (serial)", "2D-SP", "UniEmb", "NestPipe")
+_ORDER = tuple(Variant(method) for method in ("serial", "2d-sp", "uniemb", "nestpipe"))
 
 
 def table2(sources: Sources) -> Artefact:
     """RQ1: step latency, speed-up, exposed lookup and exposed communication."""
     metrics = (STEP, SPEEDUP, LOOKUP, COMMUNICATION)
-    published = published_frame(sources.published)
+    published = sources.published_numbers()
     rows = published[published["where"] == "II"]
-    simulated = [r for r in sources.of(NPU) if r.workers == 1536]
-    cells = _joined(
+    cells = joined(
         published_cells(rows[rows["cluster"] == "NPU"], metrics),
-        simulated_cells(simulated, metrics),
-        measured_cells(sources.of(TWO), metrics),
+        simulated_cells([r for r in sources.of(NPU) if r.workers == 1536], metrics),
+        measured_cells(sources.steps(TWO), metrics),
     )
+    cells = compared(cells, metrics)
     main = side_by_side(
         "table2",
         "Table II, NPU cluster, 1,536 workers",
@@ -65,9 +68,10 @@ def table2(sources: Sources) -> Artefact:
         cells,
         metrics,
     )
-    gpu_cells = _joined(
+    gpu_cells = joined(
         published_cells(rows[rows["cluster"] == "GPU"], metrics), simulated_cells(sources.of(GPU), metrics)
     )
+    gpu_cells = compared(gpu_cells, metrics)
     gpu = side_by_side(
         "table2-gpu",
         "Table II, GPU cluster, KuaiRand-27K, 128 workers",
@@ -76,32 +80,33 @@ def table2(sources: Sources) -> Artefact:
         gpu_cells,
         metrics,
     )
-    notes = note_table(sources, "II", "table2-notes", "Table II: ablations, from notes")
+    notes = notes_of(sources, "II")
     found = [
-        *mismatches(main, why),
-        *mismatches(gpu, why),
-        *note_mismatches(sources, "II", "Table II"),
-        *out_of_order(told_apart(step_frame(sources.of(TWO))), _ORDER, _ORDER, "Table II, measured here"),
+        *mismatches(main.title, cells, why_cell),
+        *mismatches(gpu.title, gpu_cells, why_cell),
+        *note_mismatches(notes, "Table II"),
+        *out_of_order(sources.steps(TWO), _ORDER, "Table II, measured here"),
         *paper_inconsistencies(published),
     ]
     return Artefact(
         "table2",
         "Table II: end-to-end efficiency (RQ1)",
-        _filled(main, gpu, notes),
+        _filled(main, gpu, note_table(notes, "table2-notes", "Table II: ablations, from notes")),
         mismatches=tuple(found),
-        missing=_missing(sources, TWO, NPU, GPU),
+        missing=sources.missing(TWO, NPU, GPU),
     )
 
 
 def table3(sources: Sources) -> Artefact:
     """RQ3: QPS, speed-up and scaling efficiency by number of workers."""
     metrics = (QPS, SPEEDUP, SCALING)
-    published = published_frame(sources.published)
+    published = sources.published_numbers()
     methods = ("serial", "2d-sp", "uniemb", "nestpipe")
-    cells = _joined(
+    cells = joined(
         published_cells(published[published["where"] == "III"], metrics),
-        simulated_cells([r for r in sources.of(NPU) if r.method in methods], metrics, base_workers=128),
+        simulated_cells(_only(sources.of(NPU), methods), metrics, base_workers=128),
     )
+    cells = compared(cells, metrics, workers=True)
     main = side_by_side(
         "table3",
         "Table III, NPU cluster",
@@ -111,15 +116,14 @@ def table3(sources: Sources) -> Artefact:
         workers=True,
     )
     tables = [main]
-    local = measured_cells(sources.of(TWO, FOUR), metrics, base_workers=2)
+    local = measured_cells(sources.steps(TWO, FOUR), metrics, base_workers=2, conditions="family_conditions")
     if len(local):
-        local = local.assign(conditions=local["conditions"].str.replace(r"^\d+ ", "", regex=True))
         tables.append(
             side_by_side(
                 "table3-measured",
                 "Table III on this machine",
                 f"Real processes; scaling efficiency against 2 workers. {_READ} {_SCALE}",
-                local,
+                compared(local, metrics, workers=True),
                 metrics,
                 workers=True,
             )
@@ -128,23 +132,25 @@ def table3(sources: Sources) -> Artefact:
         "table3",
         "Table III: scalability (RQ3)",
         _filled(*tables),
-        mismatches=tuple(mismatches(main, why)),
-        missing=_missing(sources, NPU, TWO, FOUR),
+        mismatches=tuple(mismatches(main.title, cells, why_cell)),
+        missing=sources.missing(NPU, TWO, FOUR),
     )
 
 
 def table4(sources: Sources) -> Artefact:
     """RQ5: NestPipe with two-dimensional sparse parallelism."""
-    metrics = (TOTAL, EXPOSED, QPS, SCALING)
-    published = published_frame(sources.published)
+    metrics = (TOTAL, EXPOSED_COMMUNICATION, QPS, SCALING)
+    published = sources.published_numbers()
     methods = ("serial", "2d-sp", "nestpipe", "nestpipe+2d-sp")
-    wide = [r for r in sources.of(NPU) if r.method in methods and r.workers in (128, 1536)]
+    wide = [r for r in _only(sources.of(NPU), methods) if r.workers in (128, 1536)]
     simulated = simulated_cells(wide, metrics, base_workers=128)
-    cells = _joined(
+    steps = sources.steps(FOUR)
+    cells = joined(
         published_cells(published[published["where"] == "IV"], metrics),
         simulated[simulated["workers"] == 1536],
-        measured_cells(_only(sources.of(FOUR), methods), (TOTAL, EXPOSED, QPS)),
+        measured_cells(steps[steps["method"].isin(methods)], metrics[:3]),
     )
+    cells = compared(cells, metrics)
     main = side_by_side(
         "table4",
         "Table IV, NPU cluster, 1,536 workers",
@@ -157,8 +163,8 @@ def table4(sources: Sources) -> Artefact:
         "table4",
         "Table IV: orthogonality with 2D-SP (RQ5)",
         _filled(main),
-        mismatches=tuple(mismatches(main, why)),
-        missing=_missing(sources, NPU, FOUR),
+        mismatches=tuple(mismatches(main.title, cells, why_cell)),
+        missing=sources.missing(NPU, FOUR),
     )
 
 
@@ -166,16 +172,5 @@ def _only(records: Sequence[Record], methods: Sequence[str]) -> list[Record]:
     return [r for r in records if r.method in methods]
 
 
-def _joined(*frames: pd.DataFrame) -> pd.DataFrame:
-    filled = [frame for frame in frames if len(frame)]
-    return pd.concat([f.dropna(axis=1, how="all") for f in filled], ignore_index=True).reindex(
-        columns=frames[0].columns
-    )
-
-
 def _filled(*tables: Table) -> tuple[Table, ...]:
     return tuple(table for table in tables if len(table.frame))
-
-
-def _missing(sources: Sources, *parts: str) -> tuple[str, ...]:
-    return tuple(part for part in parts if not sources.of(part))

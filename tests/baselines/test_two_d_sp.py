@@ -207,11 +207,11 @@ def test_a_wrong_declaration_is_not_allowed(pool4):
         assert violations(rank, right) == []
         assert any("K" in text and "O" in text for text in violations(rank, unpipelined))
         assert any("lane" in text for text in violations(rank, other_lane))
-        assert any("D1.1 is declared and was not seen" in text for text in violations(rank, declared))
+        assert any("D1.1 is declared but was not seen" in text for text in violations(rank, declared))
     for rank in two:
         assert violations(rank, declared) == []
         assert any(text.startswith("D") for text in violations(rank, after))
-        assert any("D0.1 was seen and is not declared" in text for text in violations(rank, right))
+        assert any("D0.1 was seen but is not declared" in text for text in violations(rank, right))
     for rank in late:
         assert violations(rank, declared, sometimes="D") == []
         assert {s.batch for s in rank if s.stage == "D"} == {0, 3, 6}

@@ -1,8 +1,8 @@
-"""Invariant 3: what the checker says of a changed schedule is what runs of it show.
+"""Invariant 3: what the checker says about a changed schedule agrees with what runs of it show.
 
 A mutant's operations are executed in many legal orders. If any of them changes a bit, raises or
-cannot end, the checker must have rejected the mutant; what the checker accepts never differs.
-Rejected mutants that no order showed are allowed: not all orders are tried.
+cannot end, the checker must have rejected the mutant. A mutant that the checker accepts never differs.
+A rejected mutant need not differ in any order that is tried, since not all orders are tried.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.engine_runs import Outcome, Setting, differences, run_engine
 from tests.support.mutations import Mutant, adversaries, legal_order, mutants, run_in_order, twice
 
 SETTING = Setting(steps=8, samples=6)
-#: One batch more than there is data for, so that running past the end is part of it.
+#: One batch more than the data has, so that running past the end is tested as well.
 BATCHES = SETTING.steps + 1
 BASES = (nestpipe(2), nestpipe(3), nestpipe(4), nestpipe(3, 1), fwp_only(2), fwp_only(3), dbp_only(), serial(3))
 KINDS = {"malformed", "deadlock", "race", "stale", "incomplete", "order"}
@@ -39,10 +39,10 @@ def reference(micro_batches: int) -> Outcome:
 
 
 def change(template: Schedule, problems: list[Problem], draws: int) -> str | None:
-    """What an adversarial run shows to be wrong, or None if all tried equal serial(N) bit for bit."""
+    """What an adversarial run shows to be wrong, or None if all the runs equal serial(N) bit for bit."""
     ops = template.unroll(BATCHES)
     for priority in (None, *adversaries(ops, problems, seed=len(ops), draws=draws)):
-        # First of all the list itself, one at a time, whatever its edges say (invariant 1a).
+        # First the list itself, one op at a time, whatever its edges say (invariant 1a).
         order = legal_order(ops, priority) if priority else ops
         if order is None:
             return "deadlock"
@@ -67,7 +67,7 @@ def all_mutants(pairs: int) -> Iterator[Mutant]:
 
 
 def judge(found: Iterable[Mutant], draws: int) -> Counter[tuple[str, str]]:
-    """Counts by (verdict, kind of mutation). Fails on the first that is accepted and changes something."""
+    """Counts by (verdict, kind of mutation). Fails on the first mutant that is accepted but changes something."""
     counts: Counter[tuple[str, str]] = Counter()
     for m in found:
         problems = check(m.schedule)
@@ -121,7 +121,7 @@ def test_every_edge_of_nestpipe_is_needed_and_its_loss_shows() -> None:
     assert len(shown) >= len(deleted) - 4, sorted({m.what for m in deleted} - set(shown))
 
 
-def test_what_the_checker_accepts_equals_serial_in_real_lanes_too() -> None:
+def test_what_the_checker_accepts_equals_serial_on_real_lanes_too() -> None:
     found = random.Random(2).sample(list(mutants(nestpipe(3))), 120)
     accepted = [m for m in distinct(found) if not check(m.schedule)]
     wanted = run_engine(serial(3), SETTING, overlap=False)
@@ -129,8 +129,8 @@ def test_what_the_checker_accepts_equals_serial_in_real_lanes_too() -> None:
         assert differences(run_engine(m.schedule, SETTING, jitter_seed=seed), wanted) == [], m.what
 
 
-def test_an_order_rushed_past_its_edges_shows_without_them() -> None:
-    # The instrument itself: legal orders of a sound schedule agree, those of a broken one do not.
+def test_adversarial_orders_show_that_edges_are_missing() -> None:
+    # This tests the instrument: legal orders of a sound schedule agree, but those of a broken one do not.
     sound = nestpipe(2)
     assert change(sound, [], draws=25) is None
     broken = schedule("no edges", 2, [op(o.ref.relative()) for o in sound.ops], derive=False)

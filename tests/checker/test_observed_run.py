@@ -1,4 +1,4 @@
-"""A recorded run against a declared schedule, through the file that ``nestpipe run --trace`` writes."""
+"""Compares a recorded run with a declared schedule, using the file that ``nestpipe run --trace`` writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 6
 
 
 def spans_of_a_run(schedule: Schedule, seed: int, first: int = 0) -> list[Span]:
-    """As an engine that stops after ``STEPS`` steps leaves them: what is prefetched for later batches is there."""
+    """The spans of an engine that stops after ``STEPS`` steps, with what it had prefetched for later batches."""
     ops = schedule.unroll(STEPS + 5)
     timeline = virtual_timeline(ops, np.random.default_rng(seed).exponential(1e-3, (len(ops), 1)))
     return [
@@ -66,12 +66,12 @@ def other_lane(s: Span) -> Span | None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (late_synchronisation, "E3.1 began before S3 had ended, which it is declared to wait for"),
-        (no_write_back, "W2 is declared and was not seen"),
-        (other_lane, "R1 ran on lane elsewhere, declared is rows"),
+        (late_synchronisation, "E3.1 is declared to wait for S3, but began before it ended"),
+        (no_write_back, "W2 is declared but was not seen"),
+        (other_lane, "R1 ran on lane elsewhere, but its declared lane is rows"),
     ],
 )
-def test_a_run_that_did_not_is_told_where(tmp_path: Path, capsys, change, message: str) -> None:
+def test_a_run_that_did_not_follow_its_schedule_is_refused(tmp_path: Path, capsys, change, message: str) -> None:
     schedule = nestpipe(2)
     spans = [changed for s in spans_of_a_run(schedule, 3) if (changed := change(s)) is not None]
     file = write_trace(tmp_path / "t.json", schedule, spans)

@@ -1,4 +1,4 @@
-"""The checker's words: each kind of broken schedule is named, with the operations that break it."""
+"""What the checker reports: it names each kind of broken schedule, and the operations that break it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ BROKEN = {
     ),
     "a cycle": (
         edited(N2, changed("F.1", after=(op("A").ref,))),
-        ("deadlock", "no rank can go on: "),
+        ("deadlock", "no rank can continue: "),
     ),
     "an edge to a later step": (
         edited(N2, changed("P+4", after=(op("A").ref,))),
@@ -165,7 +165,7 @@ def test_a_race_carries_its_operations_and_buffers_come_first() -> None:
 
 def test_the_cycle_that_is_named_is_one() -> None:
     problem = check(BROKEN["a cycle"][0])[0]
-    names = problem.text.removeprefix("no rank can go on: ").split(" waits for ")
+    names = problem.text.removeprefix("no rank can continue: ").split(" waits for ")
     assert names[0] == names[-1]
     assert len(names) > 2
 
@@ -179,7 +179,7 @@ def test_every_ring_turns_over_twice_in_what_is_unrolled() -> None:
 
 
 def test_a_race_that_shows_after_many_batches_is_found() -> None:
-    # W(t) is free to lag until the ring of 9 buffers has turned once.
+    # W(t) is free to lag until the ring of 9 buffers has turned over once.
     base = edited(serial(1), lambda ops: [replace(o, lane="rows" if o.ref.stage in "RW" else "compute") for o in ops])
     ops = [replace(o, after=tuple(r for r in o.after if r.stage != "W")) for o in base.ops]
     late = replace(base, ops=tuple(replace(o, lane="late") if o.ref.stage == "W" else o for o in ops))

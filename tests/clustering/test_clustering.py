@@ -1,4 +1,4 @@
-"""Key-centric clustering: legal parts, fewer keys, the same result from C, from numpy and from any start."""
+"""Key-centric clustering: legal parts, fewer keys, and the same result from C and from numpy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pins(lists: list[list[list[int]]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def of_interests(samples: int, groups: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Samples that draw 12 of their group's 40 keys and 4 of 500 common ones."""
+    """Samples with 12 of the 40 keys of their group and 4 of 500 common keys."""
     rng = np.random.default_rng(seed)
     group = rng.permutation(samples) % groups
     own = [list(1000 + 40 * g + rng.choice(40, 12, replace=False)) for g in group]
@@ -57,7 +57,7 @@ def test_c_and_numpy_give_the_same_parts_of_the_right_sizes(lists, parts):
         assert np.array_equal(part, cluster(keys, offsets, parts))
 
 
-def test_a_user_without_a_home_gets_the_slower_form(monkeypatch):
+def test_a_user_without_a_home_folder_gets_the_slower_numpy_form(monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
@@ -68,7 +68,7 @@ def test_a_user_without_a_home_gets_the_slower_form(monkeypatch):
 
 
 def test_dense_batches_get_a_second_start():
-    """Every sample holds 25 of 60 keys: more than 12 samples per key."""
+    """Every sample has 25 of 60 keys, so a key has more than 12 samples."""
     rng = np.random.default_rng(3)
     keys, offsets = pins([[list(rng.permutation(60)[:25]) for _ in range(64)]])
     both = cluster(keys, offsets, 16)
@@ -121,7 +121,7 @@ def test_small_batches_pass_through(samples):
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_training_is_the_same_to_tolerance_and_moves_fewer_keys(micro_batches):
-    """Invariant 2: clustering on equals off."""
+    """Invariant 2: training with clustering equals training without it."""
     torch.set_num_threads(1)
     setting = Setting(steps=15, samples=40)
 

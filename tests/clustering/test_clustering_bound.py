@@ -1,4 +1,4 @@
-"""Clustering against a hypergraph partitioner (Mt-KaHyPar, the extra ``clustering``), and hidden in a real run."""
+"""Clustering compared with a hypergraph partitioner (Mt-KaHyPar, the extra ``clustering``), and in a real run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batches_of(kind: str) -> tuple[list[Batch], tuple[TableConfig, ...]]:
 
 
 def partitioned(keys: np.ndarray, offsets: np.ndarray, parts: int, preset: str) -> tuple[np.ndarray, float]:
-    """Mt-KaHyPar's parts (equal sizes, cost: sum of parts per net - 1) and its seconds, reading not counted."""
+    """Mt-KaHyPar's parts (equal sizes, cost: sum of parts per net - 1) and the seconds it took, without reading."""
     mtkahypar = pytest.importorskip("mtkahypar", reason="pip install 'nestpipe[clustering]'")
     core = mtkahypar.initialize(1)
     context = core.context_from_preset(getattr(mtkahypar.PresetType, preset))
@@ -84,12 +84,12 @@ def test_nine_tenths_of_the_partitioner_at_a_hundredth_of_its_time(kind, parts, 
             f"\n{kind:9} N={parts:2} {preset:7} random {random:.0f} ours {ours:.0f} partitioner {theirs:.0f} "
             f"ratio {ratio:.3f}, {1e3 * our_seconds / BATCHES:.1f} ms a batch, {speed:.0f}x as fast"
         )
-    assert ratio >= 0.9 and speed >= 100  # on a quiet machine; 123 to 248 seen
+    assert ratio >= 0.9 and speed >= 100  # on an idle machine; 123 to 248 were measured
 
 
 @pytest.mark.slow
-def test_hidden_in_a_real_run():
-    """The input lane, clustering included, is off the critical path, and fewer keys travel."""
+def test_clustering_is_hidden_in_a_real_run():
+    """The input lane, including clustering, is not on the critical path, and fewer keys are sent."""
     common = dict(methods="nestpipe", workers=2, steps=12, rounds=1, data=DataConfig(batch_size=SAMPLES))
     plain, on = (run(RunConfig(**common, clustering=on))[0].record for on in (False, True))
     assert on.median["exposed_input_ms"] < 0.02 * on.median["step_ms"]

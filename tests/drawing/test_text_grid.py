@@ -50,7 +50,7 @@ def test_nestpipe_looks_ahead():
     rows = lanes(nestpipe(4))
     assert "P+4" in rows["input"] and "R+1" in rows["rows"] and "W-1" in rows["rows"] and "K+2" in rows["keys"]
     idle = [len(run) for run in re.findall(r"\.{2,}", rows["compute"])]
-    assert len(idle) == 1  # behind the last gradient exchange; the first exchange hides behind O in these units
+    assert len(idle) == 1  # during the last gradient exchange; in these units the first exchange hides behind O
 
 
 def test_what_began_before_the_step_is_marked():

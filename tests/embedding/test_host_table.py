@@ -1,4 +1,4 @@
-"""Shards, buffers and update rules."""
+"""Shards of the host table, buffers and sparse update rules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_initial_rows_do_not_depend_on_the_sharding(ranks: int, seed: int) -> No
             assert torch.equal(mine, whole[table.name][start:stop])
 
 
-def test_a_loaded_table_is_shared_out_to_its_owners_and_the_others_stay() -> None:
+def test_each_rank_loads_the_rows_that_it_owns_and_other_tables_do_not_change() -> None:
     for rank in range(3):
         layout = shard_layout((BIG, SMALL), 3)
         shard = host_table(layout, rank, 1, 1)
@@ -85,7 +85,7 @@ def filled(count: int, width: int, start: float) -> Rows:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1), st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 3))
-def test_buffers_grow_are_reused_and_do_not_touch_each_other(width: int, counts: list[int], slots: int) -> None:
+def test_buffers_grow_are_reused_and_do_not_overlap(width: int, counts: list[int], slots: int) -> None:
     buffers = [RowBuffer(2, width) for _ in range(slots)]
     address: dict[int, int] = {}
     held: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Key routing against a reference of dicts and sets, for one to four ranks that exchange in memory."""
+"""Compares key routing with a reference of dicts and sets, on one to four ranks that exchange in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Keys = dict[str, list[int]]
 
 
 class Desk:
-    """Where ranks, each on a thread, lay down what they send and pick up what they are sent."""
+    """A desk on which ranks, each on a thread, put what they send and take what they receive."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks, timeout=20)
@@ -33,7 +33,7 @@ class Desk:
 
 
 class DeskExchange:
-    """Stands for ``collectives.Exchange``."""
+    """Replaces ``collectives.Exchange``."""
 
     def __init__(self, desk: Desk, rank: int) -> None:
         self.desk, self.rank, self.world_size = desk, rank, len(desk.sent)
@@ -96,20 +96,20 @@ def batches(draw: st.DrawFn) -> tuple[list[list[Keys]], list[list[Keys]]]:
 
 
 def owner_and_row(feature: str, key: int, ranks: int) -> tuple[int, int]:
-    """Which rank owns a key, and its local row there: blocks of ceil(rows / ranks), tables one after the other."""
+    """The rank that owns a key, and its local row there: blocks of ceil(rows / ranks), table after table."""
     sizes = [-(-table.rows // ranks) for table in TABLES]
     table = FEATURES[feature]
     return key // sizes[table], sum(sizes[:table]) + key % sizes[table]
 
 
 def wanted(keys: Keys, ranks: int) -> list[tuple[int, int]]:
-    """(owner, local row) per key, features one after the other."""
+    """(owner, local row) of each key, feature after feature."""
     return [owner_and_row(name, key, ranks) for name in FEATURES for key in keys[name]]
 
 
 @settings(max_examples=60, deadline=None)
 @given(batches())
-def test_plans_say_what_dicts_and_sets_say(two: tuple[list[list[Keys]], list[list[Keys]]]) -> None:
+def test_plans_agree_with_dicts_and_sets(two: tuple[list[list[Keys]], list[list[Keys]]]) -> None:
     torch.set_num_threads(1)
     ranks, micros = len(two[0]), len(two[0][0])
     layout = shard_layout(TABLES, ranks)
@@ -128,7 +128,7 @@ def test_plans_say_what_dicts_and_sets_say(two: tuple[list[list[Keys]], list[lis
                 micro, keys = plan.micro[m], asked[r][m]
                 distinct = sorted(set(keys))
                 assert micro.receive == tuple(sum(o == peer for o, _ in distinct) for peer in range(ranks))
-                # What arrives, in order: each owner's rows, as its own send_index names them.
+                # What arrives, in order: the rows that each owner's send_index names.
                 arriving = []
                 for peer in range(ranks):
                     theirs = plans[peer].micro[m]

@@ -30,14 +30,14 @@ RULES = [("sgd", "sgd"), ("rowwise_adagrad", "adam")]
 
 
 def methods(micro_batches: int) -> list[Schedule]:
-    """Every method at N, NestPipe with received rings of 1, 2, 3 and 5."""
+    """Every method with N micro-batches, and NestPipe with received rings of 1, 2, 3 and 5."""
     rings = [nestpipe(micro_batches, received, name=f"nestpipe received={received}") for received in (1, 2, 3, 5)]
     one = [dbp_only()] if micro_batches == 1 else []
     return [*rings, *one, fwp_only(micro_batches), serial(micro_batches)]
 
 
 def compare(micro_batches: int, setting: Setting, jitter_seeds: int, first_seed: int = 0) -> list[str]:
-    """On a rank: every method against serial(N); sentences on what differs."""
+    """Compares every method with serial(N) on this rank. Returns sentences on what differs."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     reference = run_engine(serial(micro_batches), setting, rank, overlap=False)
     wrong = []
@@ -124,7 +124,7 @@ def test_no_data_at_all_is_an_epoch_of_no_steps() -> None:
         assert run_engine(method, Setting(steps=0, epochs=2)).losses == []
 
 
-def test_two_ranks_of_which_one_has_no_data(pool2) -> None:
+def test_two_ranks_one_of_which_has_no_data(pool2) -> None:
     assert pool2.run(compare, 4, Setting(uneven=True, steps=2, epochs=2), 1) == [[], []]
 
 
@@ -156,7 +156,7 @@ def test_micro_batches_do_not_change_what_is_learned(sparse: str, dense: str) ->
 
 
 def _late_optimizer_lane() -> Iterator[Schedule]:
-    """Schedules of a reader's own: the updates on lanes of their own, or no lane called compute."""
+    """Schedules that a reader could write: updates have their own lanes, or no lane is called compute."""
     base = nestpipe(3)
     for moved in ({"O": "dense update"}, {"U": "sparse update"}, {"O": "update", "U": "update", "S": "update"}):
         ops = [op(o.ref.relative(), lane=moved.get(o.ref.stage, o.lane)) for o in base.ops]
@@ -167,7 +167,7 @@ def _late_optimizer_lane() -> Iterator[Schedule]:
 
 
 @pytest.mark.parametrize("method", list(_late_optimizer_lane()), ids=lambda s: s.name)
-def test_updates_may_run_on_lanes_of_their_own(method: Schedule) -> None:
+def test_updates_may_have_their_own_lanes(method: Schedule) -> None:
     assert check(method) == []
     setting = Setting(steps=8)
     reference = run_engine(serial(3), setting, overlap=False, looks=True)

@@ -1,4 +1,4 @@
-"""Anonymous memory of a rank: the shard, its optimizer state, two buffers, and not much more."""
+"""The anonymous memory of a rank: the shard, its optimizer state, two buffers, and little else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEGABYTE = 1e6
 
 
 class Mean(nn.Module):
-    """Pools a sample's rows and scores them: small beside the table."""
+    """Pools a sample's rows and scores them. The model is small compared with the table."""
 
     def __init__(self, embeddings: nn.Module) -> None:
         super().__init__()
@@ -39,13 +39,13 @@ class Mean(nn.Module):
 
 
 def anonymous_bytes() -> int:
-    """RssAnon of this process."""
+    """RssAnon of this process, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 class WatchedMemory(Memory):
-    """Knows what is left of the buffers' and received rows' memory."""
+    """Knows how much memory of the buffers and received rows is still in use."""
 
     made: ClassVar[list[weakref.ref[Tensor]]] = []
 
@@ -55,7 +55,7 @@ class WatchedMemory(Memory):
         return tensor
 
     def in_use(self) -> int:
-        """Bytes."""
+        """Bytes of all tensors that still exist."""
         return sum(t.numel() * t.element_size() for ref in self.made if (t := ref()) is not None)
 
 
@@ -68,7 +68,7 @@ def batches():
 
 
 def measure() -> dict[str, float]:
-    """In megabytes: what was there after imports, what training added, and what of that is accounted for."""
+    """In megabytes: memory in use after imports, memory that training added, and how much of that is accounted for."""
     torch.set_num_threads(1)
     torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # imports much of torch
     before = anonymous_bytes()

@@ -1,4 +1,4 @@
-"""Where the engine's tensors come from, what it hands out, and lanes of a reader's own."""
+"""Which memory the engine uses, the state that it returns, and lanes that a reader wrote."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_engine(schedule: Schedule, setting: Setting, **options) -> Engine:
 
 @dataclass(frozen=True)
 class PoisonedMemory(Memory):
-    """Fresh memory holds NaN; ``shapes`` of what was asked for."""
+    """Fresh memory contains NaN. ``shapes``: those of all requests."""
 
     shapes: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -62,7 +62,7 @@ def test_row_buffers_are_reused_once_they_have_grown() -> None:
     try:
         train(engine, iter(setting.batches(0)), None)
         grown = len(memory.shapes)
-        train(engine, iter(setting.batches(0)), None)  # on one rank, received rows are gathered, not exchanged
+        train(engine, iter(setting.batches(0)), None)  # on one rank received rows are gathered and not exchanged
     finally:
         engine.close()
     assert len(memory.shapes) == grown
@@ -89,7 +89,7 @@ def test_a_state_saved_right_after_loading_is_the_one_that_was_loaded() -> None:
         source = iter(setting.batches(0))
         train(first, source, 6)
         saved = first.state_dict()
-        assert saved["in_flight"]  # read early, and changed by the batch before since
+        assert saved["in_flight"]  # these rows were read early, and the batch before has changed them since
         second.load_state_dict(saved)
         again = second.state_dict()
         assert again["step"] == 6 and again["in_flight"].keys() == saved["in_flight"].keys()
@@ -119,7 +119,7 @@ def test_a_table_can_be_loaded_and_read_back_with_its_optimizer_state() -> None:
         engine.close()
 
 
-def test_lanes_of_a_readers_own_run_the_same_schedule() -> None:
+def test_lanes_that_a_reader_wrote_run_the_same_schedule() -> None:
     class Counted(OneAtATime):
         def __init__(self, schedule: Schedule, execute, seen: list[Ref]):
             super().__init__(schedule, lambda ref: (seen.append(ref), execute(ref))[1])

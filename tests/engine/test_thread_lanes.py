@@ -1,4 +1,4 @@
-"""Lanes: order, waits, errors, the end."""
+"""Lanes that are threads: order, waits, errors and closing."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_lane_that_waits_for_nobody_stops_too() -> None:
     assert len(ran) <= 1
 
 
-def test_the_first_of_two_errors_is_the_one_that_is_told() -> None:
+def test_the_first_of_two_errors_is_reported() -> None:
     template = schedule("two", 1, [op("P", lane="input"), op("A", lane="compute"), op("O", "P A")], derive=False)
     late = threading.Event()
 
@@ -164,7 +164,7 @@ def test_wait_returns_when_the_operation_has_run() -> None:
         done.append(ref)
 
     lanes = ThreadLanes(template, execute)
-    for first in (0, 7):  # counts start anew
+    for first in (0, 7):  # counts start again
         lanes.start(first)
         for step in range(first, first + 3):
             lanes.run_step(step)
@@ -175,7 +175,7 @@ def test_wait_returns_when_the_operation_has_run() -> None:
     lanes.close()
 
 
-def test_closing_ends_every_thread_and_starting_anew_works() -> None:
+def test_closing_ends_every_thread() -> None:
     before = threading.active_count()
     template = nestpipe(2)
     lanes = run(template, 3, lambda ref: None)

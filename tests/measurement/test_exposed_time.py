@@ -1,4 +1,4 @@
-"""Exposed time: small cases by hand, a plain reference of the walk, and what must hold for every schedule."""
+"""Exposed time: small cases by hand, a simple reference for the walk, and what must hold for every schedule."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from nestpipe.schedule.templates import dbp_only, nestpipe, serial
 from nestpipe.simulator.virtual_lanes import virtual_timeline
 
 PARTS = ("dense", "update", *(f"exposed_{name}" for name in EXPOSED), "skew", "other")
-#: Milliseconds, all different, so that nothing is taken for something else.
+#: Milliseconds, all different, so that no two stages can be confused.
 DIFFERENT = dict(zip("PHKREFBGAUOW", range(1, 13), strict=True)) | {"S": 13}
 
 
 def run(template: Schedule, ms: Mapping[str, float | list[float]], batches: int = 8) -> Timeline:
-    """On virtual clocks; ``ms``: by stage, one number or one per rank."""
+    """A run on virtual clocks. ``ms``: by stage, one number or one per rank."""
     ops = template.unroll(batches)
     ranks = max(np.size(value) for value in ms.values())
     rows = [np.broadcast_to(ms[op.ref.stage], ranks) for op in ops]
@@ -32,7 +32,7 @@ def run(template: Schedule, ms: Mapping[str, float | list[float]], batches: int 
 
 
 def steady(times: StepTimes, step: int = 4) -> dict[str, list[float]]:
-    """Values of one step in the middle, per rank, zeros left out."""
+    """The values of one step in the middle, per rank, without zeros."""
     at = times.steps.index(step)
     return {name: value[at].round(9).tolist() for name, value in times.ms.items() if value[at].any()}
 
@@ -60,7 +60,7 @@ def test_nestpipe_exposes_the_first_and_the_last_exchange(micro_batches):
     assert result["step"] == [30.0 * micro_batches + 4.0 + 2.0]  # U and S
 
 
-def test_the_dense_optimizer_hides_its_length_of_the_first_exchange():
+def test_the_dense_optimizer_hides_a_part_of_the_first_exchange():
     ms = dict.fromkeys(STAGES, 1.0) | {"F": 10.0, "B": 20.0, "E": 5.0, "G": 2.0, "O": 3.0}
     assert steady(step_times(run(nestpipe(4), ms, batches=10)))["exposed_communication"] == [5.0 - 3.0 + 2.0]
 
@@ -69,10 +69,10 @@ def test_what_is_left_of_a_long_retrieval_and_a_long_allreduce():
     ms = dict.fromkeys(STAGES, 1.0) | {"F": 10.0, "B": 20.0, "R": 100.0}
     # R of the next batch begins when S of this one is done, and the next S waits for it.
     result = steady(step_times(run(dbp_only(), ms, batches=10)))
-    assert result["exposed_lookup"] == [100.0 - 1.0 - 30.0 - 1.0 - 1.0]  # hidden behind it: E (beside O), F and B, G, U
+    assert result["exposed_lookup"] == [100.0 - 1.0 - 30.0 - 1.0 - 1.0]  # it hides E (next to O), F and B, G, U
     ms |= {"R": 1.0, "A": 50.0}
     result = steady(step_times(run(dbp_only(), ms, batches=10)))
-    assert result["exposed_dense_sync"] == [50.0 - 3.0]  # hidden behind it: G, U, S
+    assert result["exposed_dense_sync"] == [50.0 - 3.0]  # it hides G, U, S
     assert result["exposed_communication"] == [1.0]  # G; the first exchange hides behind the AllReduce
 
 
@@ -86,7 +86,7 @@ def test_a_slow_rank_is_the_other_ranks_skew():
 
 
 def spans_of(timeline: Timeline, gap_ns: int = 0) -> list[list[Span]]:
-    """The timeline as spans; ``gap_ns``: the i-th operation is that much later for every operation before it."""
+    """The timeline as spans, with a gap of ``gap_ns`` before each operation, so that operation i is i gaps late."""
 
     def at(seconds: float, i: int) -> int:
         return round(seconds * 1e9) + gap_ns * i
@@ -100,7 +100,7 @@ def spans_of(timeline: Timeline, gap_ns: int = 0) -> list[list[Span]]:
     ]
 
 
-def test_hand_over_that_nothing_explains_is_other():
+def test_gaps_that_nothing_explains_are_other():
     template = serial()
     spans = spans_of(run(template, DIFFERENT), gap_ns=1_000_000)
     result = steady(step_times(scheduled_timeline(template.unroll(8), spans, [0.0])))
@@ -215,7 +215,7 @@ WRONG = {
     "exposed is the whole of it": lambda ms: {"exposed_communication": ms["communication"]},
     "waiting counts twice": lambda ms: {"exposed_communication": ms["exposed_communication"] + ms["skew"]},
     "nothing is other": lambda ms: {"other": 0 * ms["other"]},
-    "the next batch's lookups count where they are hidden": lambda ms: {"exposed_lookup": ms["lookup"]},
+    "the next batch's hidden lookups count": lambda ms: {"exposed_lookup": ms["lookup"]},
 }
 
 
@@ -235,13 +235,13 @@ def test_steps_without_a_beginning_or_an_end_are_left_out():
     ops = serial().unroll(4)
     timeline = virtual_timeline(ops, np.ones((len(ops), 1)))
     assert step_times(timeline).steps == (1, 2, 3)
-    spans = [s for s in spans_of(timeline)[0] if s.batch != 2]  # what was lost is not made up
+    spans = [s for s in spans_of(timeline)[0] if s.batch != 2]  # lost spans are not invented
     assert step_times(scheduled_timeline(ops, [spans], [0.0])).steps == (1,)
     assert step_times(scheduled_timeline(ops, [[]], [0.0])).steps == ()
 
 
-def test_a_batch_made_ready_when_the_run_stopped_is_no_step():
-    """Six steps as the engine leaves them: of batch 6, S ran as part of step 5, before O of that step."""
+def test_a_batch_that_was_prepared_but_never_trained_is_not_a_step():
+    """Six steps of the engine: S of batch 6 ran as part of step 5, before O of that step."""
     template = nestpipe(2)
     ops = template.unroll(10)
     spans = spans_of(virtual_timeline(ops, np.random.default_rng(2).exponential(1e-3, (len(ops), 1))))
@@ -257,7 +257,7 @@ def test_a_batch_made_ready_when_the_run_stopped_is_no_step():
 @given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(1, 2), zeros=st.floats(0, 0.9))
 @settings(max_examples=60, deadline=None)
 def test_observed_spans_that_overlap_or_have_no_length_lose_no_time(seed, ranks, zeros):
-    """A host thread whose collectives run on beside it, times on a coarse clock."""
+    """A host thread whose collectives continue in parallel with it. Times are those of a coarse clock."""
     draw = np.random.default_rng(seed)
     spans: list[list[Span]] = []
     for _ in range(ranks):
@@ -268,7 +268,7 @@ def test_observed_spans_that_overlap_or_have_no_length_lose_no_time(seed, ranks,
                 length = int(draw.integers(0, 20)) * (draw.random() > zeros)
                 ref = (stage, t, int(STAGES[stage].per_micro_batch))
                 mine.append(Span(*ref, STAGES[stage].lane, now, now + length))
-                if stage not in "KEA":  # the host goes on while these run
+                if stage not in "KEA":  # the host continues while these run
                     now += length
         spans.append(mine)
     for timeline in observed_timelines(spans, [0.0] * ranks):

@@ -1,4 +1,4 @@
-"""The run record: round trip, identity, medians, atomic writes, the store."""
+"""The run record: round trip, identity, medians, atomic writes, and the store."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_json_is_flat_with_values_and_medians():
     data = RECORD.to_json()
     assert data["schema"] == SCHEMA and data["key"] == RECORD.key
     assert data["step_ms"] == [3.0, 1.0, 10.0]
-    assert data["median"] == {"step_ms": 3.0, "qps": 200.0}  # no median where there are no values
+    assert data["median"] == {"step_ms": 3.0, "qps": 200.0}  # without values there is no median
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_key_does_not_depend_on_what_came_out_or_on_order():
         ({}, "found None"),
         ([1, 2], "found 'list'"),
         ({"schema": SCHEMA, "kind": "measured"}, "lacks config, method, seed, steps, workers"),
-        ({**RECORD.to_json(), "kind": "guessed"}, "kind 'guessed' is none of published, simulated, measured"),
+        ({**RECORD.to_json(), "kind": "guessed"}, "kind 'guessed' is not one of published, simulated, measured"),
         ({**RECORD.to_json(), "config": [1]}, "config is [1], expected dict"),
         ({**RECORD.to_json(), "config": {"data": {}}}, "its config lacks micro_batches, model"),
         ({**RECORD.to_json(), "kind": "simulated"}, "its config lacks hardware, workload"),
@@ -160,7 +160,7 @@ def test_store_skips_and_names_what_it_cannot_read(tmp_path):
     assert "remove it or run it again" in skipped[2]
 
 
-def test_unreadable_files_of_every_kind_are_named_and_the_rest_is_read(tmp_path):
+def test_unreadable_files_of_every_kind_are_named_and_the_others_are_read(tmp_path):
     whole = Store(tmp_path).write(RECORD)
     text = whole.read_text()
     broken = {

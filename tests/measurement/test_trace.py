@@ -54,7 +54,7 @@ def test_times_on_a_track_are_monotone_and_do_not_overlap(timeline):
         assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(spans))
 
 
-def test_timelines_of_single_ranks_are_numbered_on(timeline):
+def test_timelines_of_single_ranks_are_numbered_consecutively(timeline):
     spans = [Span("F", t, 1, "compute", 10 * t, 10 * t + 5) for t in range(3)]
     events = perfetto(observed_timelines([spans, spans], [0.0, 1.0]), "torchrec")["traceEvents"]
     assert sorted({e["pid"] for e in events}) == [0, 1]
@@ -62,7 +62,7 @@ def test_timelines_of_single_ranks_are_numbered_on(timeline):
     assert first == [0.0, pytest.approx(1e6)]
 
 
-def test_a_trace_without_spans_is_a_trace():
+def test_a_trace_without_spans_is_valid():
     assert json.loads(perfetto_json(observed_timelines([[]], [0.0]), "x"))["traceEvents"]
 
 
@@ -76,7 +76,7 @@ def test_scheduled_timeline_joins_ranks_on_one_clock():
     np.testing.assert_allclose(timeline.ready[collective], timeline.start[collective, 1])
     local = timeline.refs.index(Ref("F", 0, 1))
     np.testing.assert_allclose(timeline.ready[local], timeline.start[local])
-    assert timeline.waited_for[1].tolist() == [0, -1]  # H waits for P alone
+    assert timeline.waited_for[1].tolist() == [0, -1]  # H waits only for P
 
 
 def test_observed_operations_wait_for_what_ended_last_before_them():

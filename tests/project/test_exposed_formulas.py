@@ -1,4 +1,4 @@
-"""The README's table of what each method leaves exposed: its formulas are what virtual clocks give."""
+"""The README's table of what each method leaves exposed: its formulas agree with virtual clocks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nestpipe.schedule.text import parse
 from nestpipe.simulator.virtual_lanes import virtual_timeline
 from tests.support.paths import ROOT
 
-#: Milliseconds of each stage for a whole batch, which keep to what the README says above its table.
+#: Milliseconds of each stage for a whole batch. They satisfy the conditions that the README states above its table.
 STAGE_TIMES = (
     dict(P=5.0, H=3, K=17, R=20, W=11, E=26, G=38, D=9, F=40, B=80, A=5, U=1, S=2, O=0.5),
     dict(P=1.0, H=2, K=30, R=40, W=20, E=60, G=50, D=16, F=60, B=90, A=2, U=3, S=1, O=1.5),
 )  # fmt: skip
-#: Batches: the pipeline fills and drains; the steps in the middle are compared.
+#: How many batches run, and the steps that are compared, in the middle, since the pipeline fills and drains.
 BATCHES, MIDDLE = 24, slice(8, 16)
 METHODS = ("serial", "torchrec", "2d-sp", "uniemb", "dbp-only", "fwp-only", "nestpipe", "nestpipe+2d-sp")
 
@@ -42,7 +42,7 @@ def value(formula: str, times: Mapping[str, float], micro_batches: int) -> float
 
 
 def simulated(schedule: Schedule, times: Mapping[str, float]) -> dict[str, float]:
-    """Milliseconds of a steady step of one worker, by name of ``StepTimes``."""
+    """Milliseconds of a steady step on one worker, by the names of ``StepTimes``."""
     ops = schedule.unroll(BATCHES)
     n = schedule.micro_batches
     seconds = [times[o.ref.stage] / (n if STAGES[o.ref.stage].per_micro_batch else 1) * 1e-3 for o in ops]

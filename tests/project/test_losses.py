@@ -1,8 +1,8 @@
-"""Losses do not move: every method's losses are bit for bit those of commit 8e7163e.
+"""Losses do not change: those of every method are bit for bit those of commit 8e7163e.
 
-A change that is meant to alter numbers makes ``losses.json`` anew (``python tests/project/test_losses.py``) and says
-why. Bits depend on the processor's instruction set and on the versions of torch and fbgemm, so on others the test is
-skipped by name.
+A change that is meant to alter numbers must regenerate ``losses.json`` (``python tests/project/test_losses.py``) and
+say why. Bits depend on the processor's instruction set and on the versions of torch and fbgemm. If these differ, the
+test is skipped and says what differs.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ RULES = ("sgd", "rowwise_adagrad")
 
 
 def setting() -> dict[str, str]:
-    """What the bits of a loss depend on besides the code."""
+    """What the bits of a loss depend on, apart from the code."""
     torch = pytest.importorskip("torch")
     versions = {name: metadata.version(name) for name in ("torch", "torchrec", "fbgemm-gpu-cpu")}
     return {"instructions": torch.backends.cpu.get_cpu_capability(), **versions}
 
 
 def losses(workers: int, rule: str) -> dict[str, list[str]]:
-    """Losses of all steps, warm-up included, as hexadecimal floats, by method."""
+    """By method, the losses of all steps, including warm-up, as hexadecimal floats."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "records.json"
         words = ["--methods", METHODS[workers], "--workers", str(workers), *SIZES, "--sparse-optimizer", rule]
@@ -70,7 +70,7 @@ def test_losses_are_those_of_the_fixture(workers: int, rule: str) -> None:
     pytest.importorskip("torchrec")
     kept = json.loads(FIXTURE.read_text())
     if setting() != kept["setting"]:
-        pytest.skip(f"the fixture is of {kept['setting']}, this is {setting()}")
+        pytest.skip(f"the fixture was made with {kept['setting']}, but this is {setting()}")
     for name, found in losses(workers, rule).items():
         assert found == kept["losses"][f"{name}/{rule}"], name
 

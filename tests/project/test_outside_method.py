@@ -1,5 +1,8 @@
-"""A method in a package of its own, of which this project knows nothing: a schedule with a lane of another name and
-with replica groups. It gets all that the shipped methods get, through the command line."""
+"""A method in a separate package, of which this project knows nothing.
+
+Its schedule has a lane with a new name, and replica groups. On the command line it can do all that the shipped methods
+can.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def make(n):
     return schedule("elsewhere", n, [*ops, op("A"), op("U"), op("S+1"), op("O")])
 
 
-METHOD = scheduled_method("elsewhere", "retrieval on a lane of its own, tables in replica groups", make)
+METHOD = scheduled_method("elsewhere", "retrieval on its own lane, tables in replica groups", make)
 """
 GRID = """\
 [base]
@@ -55,7 +58,7 @@ SMALL = (
 
 @pytest.fixture
 def nestpipe(tmp_path, monkeypatch, capsys):
-    """``nestpipe(words)``: what the command prints, with the package installed."""
+    """``nestpipe(words)`` runs the command with the package installed, and returns what it prints."""
     package = tmp_path / "site"
     about = package / "elsewhere-1.0.dist-info"
     about.mkdir(parents=True)

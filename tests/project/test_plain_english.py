@@ -1,8 +1,9 @@
-"""Plain English: how often turns of phrase that stop a native reader are used, with ceilings that only go down.
+"""Plain English: how often phrases that stop a native reader are used, with ceilings that may only be lowered.
 
-Counted are documents, comments, docstrings, messages and help texts, over the whole project. Each word also has a
-good use ("the place where", "stands for"), so the ceilings of the code are not zero. ``python -m
-tests.project.test_plain_english [CHECKOUT]`` prints the counts, ``... [CHECKOUT] WORD`` the lines that have the word.
+Documents, comments, docstrings, messages and help texts of the whole project are counted. Each word also has a good
+use ("the place where", "stands for"), so the ceilings of the code are not zero. ``python -m
+tests.project.test_plain_english [CHECKOUT]`` prints the counts. With ``... [CHECKOUT] WORD`` it prints the lines that
+have the word.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TEXT = (".md", ".toml", ".c", ".txt", ".jinja", ".yaml", "")
 
 
 def texts(root: Path) -> Iterator[tuple[str, str]]:
-    """(file, what a person reads in it) for every file of the project."""
+    """(File, the text in it that people read) for every file of the project."""
     folders = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*"))]
     for path in (*sorted(root.glob("*")), *folders):
         name = path.relative_to(root)
@@ -58,7 +59,7 @@ def comments_and_strings(source: str) -> list[str]:
 
 
 def lines_with(pattern: str, root: Path, documents: bool) -> list[str]:
-    """One line of text per use of ``pattern``, with its file; ``documents``: in Markdown files, else in all others."""
+    """The line of each use of ``pattern``, with its file, in Markdown files if ``documents``, else in all others."""
     found = []
     for name, text in texts(root):
         if name.endswith(".md") == documents:
@@ -69,7 +70,7 @@ def lines_with(pattern: str, root: Path, documents: bool) -> list[str]:
 
 @pytest.mark.parametrize("documents", [True, False])
 @pytest.mark.parametrize("word", CEILINGS)
-def test_no_more_than_there_were(word: str, documents: bool) -> None:
+def test_no_phrase_exceeds_its_ceiling(word: str, documents: bool) -> None:
     pattern, in_documents, elsewhere, _ = CEILINGS[word]
     found = lines_with(pattern, ROOT, documents)
     ceiling = in_documents if documents else elsewhere

@@ -1,4 +1,4 @@
-"""The tools explain themselves."""
+"""The help of each tool explains it."""
 
 from __future__ import annotations
 

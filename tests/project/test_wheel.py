@@ -1,4 +1,4 @@
-"""What is installed works without the checkout: every file that a command needs is in the wheel."""
+"""An installed copy works without the checkout: every file that a command needs is in the wheel."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TINY = shlex.split(
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds nothing but the wheel's contents; its dependencies are those of this environment."""
+    """A folder with only the wheel's contents. Its dependencies are those of this environment."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    # From a copy: a build folder of an earlier day would lend the wheel files that are no longer there.
+    # Built from a copy: an old build folder would add files to the wheel that are no longer in the checkout.
     kept_out = shutil.ignore_patterns(".*", "build", "out", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, folder / "source", ignore=kept_out)
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), "./source"], check=True, cwd=folder)

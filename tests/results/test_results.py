@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 from dataclasses import replace
@@ -12,17 +11,16 @@ import pytest
 
 from nestpipe.measurement.record import RecordError, Store
 from nestpipe.simulator.scenario import SimulateConfig, simulate
-from nestpipe.training.runs import RunConfig
-from results.artefacts import ARTEFACTS, Sources, UnknownArtefact, make
-from results.experiments.plan import Options, command, find_part, has_record, measured_parts, plan
-from results.frames.frames import label_of, medians, published_frame, ratios, read_parts, sources_from, step_frame
-from results.frames.side_by_side import NOTHING
+from results.artefacts import ARTEFACTS, UnknownArtefact, make
+from results.frames.frames import medians, published_frame, ratios, step_frame
+from results.frames.labels import label_of, variant_of
 from results.published import load_published
 from results.report.render import to_csv, to_latex, to_markdown
 from results.report.write import write_artefacts
-from results.tables.reasons import paper_inconsistencies
+from results.sources import Sources, read_parts, sources_from
+from results.tables.paper_inconsistencies import paper_inconsistencies
+from results.tables.side_by_side import NOTHING
 from tests.support.made_records import measured, session
-from tests.support.paths import ROOT
 
 TABLES = ("table2", "table3", "table4", "ladder")
 
@@ -160,10 +158,33 @@ def test_ratios_are_within_a_session_and_a_round():
         replace(r, seed=2, metrics={**r.metrics, "step_ms": [10 * x for x in r.metrics["step_ms"]]}) for r in session()
     ]
     steps = step_frame([*session(), *slow])
-    gains = ratios(steps, "TorchRec (serial)").set_index("label")
-    assert gains.loc["NestPipe", "value"] == pytest.approx(1.5) and gains.loc["NestPipe", "n"] == 4
+    gains = ratios(steps, "serial").set_index("method")
+    assert gains.loc["nestpipe", "value"] == pytest.approx(1.5) and gains.loc["nestpipe", "n"] == 4
     assert steps.groupby("key")["round"].max().eq(1).all()
-    assert medians(steps, ["step_ms"]).set_index("label").loc["NestPipe", "n"] == 12
+    assert medians(steps, ["step_ms"]).set_index("method").loc["nestpipe", "n"] == 12
+
+
+def test_scaling_is_within_a_family_of_settings(folder):
+    """A run of another size on one number of ranks only changes nothing for the others, and gets no efficiency."""
+
+    def scaling(label):
+        (table,) = [t for t in make("table3", sources_from(folder)).tables if t.name == "table3-measured"]
+        here = table.cells[(table.cells["metric"] == "scaling efficiency") & (table.cells["label"] == label)]
+        return dict(zip(here["conditions"], here["value"], strict=True))
+
+    (before,) = scaling("NestPipe").values()
+    for record in session(workers=4, embedding_dim=17):
+        Store(folder / "records" / "four-hosts").write(record)
+    ((conditions, after),) = scaling("NestPipe").items()
+    assert after == before and "embedding_dim 128" in conditions
+
+
+def test_methods_are_told_by_name_not_by_label(folder):
+    """A method of somebody's own that is called like the label of another is no part of that other's row."""
+    for record in (measured("NestPipe", [50.0] * 6), measured("TorchRec (serial)", [1.0] * 6)):
+        Store(folder / "records" / "two-hosts").write(record)
+    gains = ratios(sources_from(folder).steps("two-hosts"), "serial")
+    assert gains[gains["method"] == "nestpipe"]["value"].tolist() == pytest.approx([1.5, 1.5])
 
 
 def test_clustering_is_a_rung_of_its_own(folder):
@@ -173,7 +194,7 @@ def test_clustering_is_a_rung_of_its_own(folder):
         measured("nestpipe", [190.0] * 6, clustering=True, micro_batches=8),
     ):
         store.write(record)
-    assert label_of(record) == "NestPipe + clustering"
+    assert label_of(variant_of(record)) == "NestPipe + clustering"
     ladder = make("ladder", sources_from(folder)).tables[0].frame
     assert list(ladder["rung"]) == ["serial", "+DBP", "+FWP", "+clustering"]
     assert ladder["speed-up over serial"].iloc[-1].startswith("1.58")
@@ -184,6 +205,14 @@ def test_a_rung_that_does_not_improve_is_named(folder):
     store.write(measured("nestpipe", [400.0] * 6, exposed=150.0))
     found = make("ladder", sources_from(folder)).mismatches
     assert any("+FWP gives 0." in m.what and "PACED" in m.what for m in found)
+
+
+def test_frames_are_made_once_for_the_same_records(folder):
+    sources = sources_from(folder)
+    assert sources.steps("two-hosts") is sources.steps("two-hosts")
+    assert sources.simulated_means("simulated") is sources.simulated_means("simulated")
+    other = replace(sources, parts={})
+    assert other.of("two-hosts") == () and other.steps("two-hosts").empty
 
 
 def test_what_the_paper_contradicts_itself_in():
@@ -219,21 +248,6 @@ def test_tables_from_benchmark_json_equal_those_from_the_store(folder, tmp_path)
     assert files(sources_from(folder, path), tmp_path / "a") == files(sources, tmp_path / "b")
 
 
-def test_every_measured_method_is_in_a_suite():
-    """So that tables from a benchmark file are those from the stores: no record is in the stores alone."""
-    marks = [
-        mark
-        for path in sorted((ROOT / "suites").glob("test_rq*.py"))
-        for value in vars(importlib.import_module(f"suites.{path.stem}")).values()
-        for mark in getattr(value, "pytestmark", [])
-        if mark.name == "part"
-    ]
-    for part in measured_parts(Options()):
-        wanted = {name for run in part.runs if isinstance(run, RunConfig) for name in run.method_names}
-        mine = [mark.kwargs.get("methods") for mark in marks if mark.args == (part.name,)]
-        assert None in mine or wanted <= {name for methods in mine for name in methods}, part.name
-
-
 def test_records_of_ones_own_have_a_table(tmp_path):
     """A store by itself, a folder of stores and the files of run and simulate --json; the plan's records stay out."""
     records = [measured("serial", [4.0, 5.0, 6.0]), measured("nestpipe", [2.0, 2.5, 3.0])]
@@ -261,42 +275,6 @@ def test_records_of_ones_own_have_a_table(tmp_path):
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(RecordError, match="holds no records"):
         sources_from(tmp_path, tmp_path / "other.json")
-
-
-def test_a_record_of_the_plan_is_found_again():
-    config = replace(measured_parts(Options())[0].runs[0], methods="nestpipe", micro_batches=8)
-    record = measured("nestpipe", [1.0] * 15, micro_batches=8)
-    whole = {**record.config, "steps": config.steps, "rounds": config.rounds}
-    record = replace(record, config=whole)
-    assert has_record([record], config, "nestpipe")
-    for changed in (replace(config, seed=2), replace(config, pace_dense=0.0), replace(config, steps=6)):
-        assert not has_record([record], changed, "nestpipe")
-    assert not has_record([replace(record, method="serial")], config, "nestpipe")
-
-
-def test_commands_of_the_plan_parse(monkeypatch):
-    import shlex
-
-    from nestpipe.commands import run as run_command
-    from nestpipe.commands import simulate as simulate_command
-
-    seen = []
-    monkeypatch.setattr(run_command, "methods_of", lambda config: seen.append(config))
-    monkeypatch.setattr(run_command, "_run_with_progress", lambda *_: [])
-    monkeypatch.setattr(run_command, "_table", lambda *_: "")
-    monkeypatch.setattr(run_command, "_remarks", lambda *_: [])
-    monkeypatch.setattr(run_command, "require_writable_folder", lambda *_: None)
-    monkeypatch.setattr(simulate_command, "simulate", lambda config: seen.append(config) or [])
-    wanted = [run for name in ("two-hosts", "sizes") for run in find_part(name, Options()).runs]
-    for config in wanted:
-        program, _, *words = shlex.split(command(config, "x"))
-        assert program == "nestpipe" and run_command.main(words) == 0
-    assert seen == wanted
-
-
-def test_every_part_feeds_a_table_or_figure_and_each_has_a_part():
-    fed = {name for part in plan(Options()) for name in part.feeds}
-    assert fed == set(ARTEFACTS) - {"records"}  # records of one's own have no part
 
 
 def test_no_cell_is_empty_that_this_machine_can_fill(folder):

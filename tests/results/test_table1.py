@@ -10,7 +10,7 @@ pytest.importorskip("torchrec")
 pytest.importorskip("pandas")
 
 from nestpipe.measurement.record import METRICS, Record
-from results.artefacts import Sources
+from results.sources import Sources
 from results.tables.table1 import COLUMNS, EFFICIENT, FAMILIES, KEPT, table1
 
 
@@ -25,7 +25,7 @@ def record(method: str, lookup=10.0, communication=10.0, qps=100.0, workers=2, l
 
 def derived(measured: list[Record], simulated: list[Record] = ()) -> tuple[dict, list]:
     """Cells by (representative, property), mismatches."""
-    artefact = table1(Sources({"table1": tuple(measured), "simulated": tuple(simulated)}, (), Path()))
+    artefact = table1(Sources({"two-hosts": tuple(measured), "simulated": tuple(simulated)}, (), Path()))
     frame = artefact.tables[1].frame
     method_of = {family.title: family.method for family in FAMILIES}
     cells = {(method_of[r.family], r.property): (r.derived, r.evidence) for r in frame.itertuples()}

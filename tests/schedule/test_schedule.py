@@ -1,4 +1,4 @@
-"""Templates: unrolling, slots, and the edges that follow from reads and writes."""
+"""Schedule templates: unrolling, slots, and the edges that follow from reads and writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LANES = ("compute", "rows", "keys", "all2all", "extra")
 
 @st.composite
 def templates(draw: st.DrawFn, furthest: int = 2) -> Schedule:
-    """Any order of all operations, at any offset from 0 on, on any lanes, with any rings; no edges."""
+    """All operations in any order, at any offset from 0 to ``furthest``, on any lanes, with any rings; no edges."""
     micro_batches = draw(st.integers(1, 3))
     names = [s for s in STAGES if not STAGES[s].per_micro_batch]
     names += [f"{s}.{m}" for s in STAGES if STAGES[s].per_micro_batch for m in range(1, micro_batches + 1)]
@@ -35,7 +35,7 @@ def templates(draw: st.DrawFn, furthest: int = 2) -> Schedule:
 
 
 def races(template: Schedule, batches: int = 8) -> list[tuple[Ref, Ref]]:
-    """Pairs that touch one slot, one of them writing, in no order: straight from the definition."""
+    """Unordered pairs that touch the same slot, at least one of them writing; straight from the definition."""
     ops = template.unroll(batches)
     before = ordered_before(ops)
     assert not isinstance(before, str), before
@@ -79,7 +79,7 @@ def test_dropping_any_edge_of_a_method_is_a_race(template: Schedule) -> None:
         for edge in o.after:
             less = replace(o, after=tuple(e for e in o.after if e != edge))
             problems = check(replace(template, ops=(*template.ops[:i], less, *template.ops[i + 1 :])))
-            # That fwp-only reads a batch no earlier than the step before ends is its definition, not a need.
+            # By definition fwp-only reads a batch only after the previous step. Correctness does not need that edge.
             assert problems or o.ref.stage == "P", f"{o.ref.relative()} after {edge.relative()}"
 
 

@@ -1,4 +1,4 @@
-"""The text form: what is printed parses to the same schedule; what is wrong is named by file and line."""
+"""The text form: what is printed parses to the same schedule, and errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_method_reads_back(template: Schedule, tmp_path: Path) -> None:
     assert load(tmp_path / "a.txt") == template
 
 
-def test_edges_are_derived_where_the_text_asks_for_it() -> None:
+def test_edges_are_derived_if_the_text_asks_for_it() -> None:
     full = nestpipe(2)
     lines = [f"schedule nestpipe micro_batches=2\nring received={full.rings['received']}"]
     lines += [f"{o.ref.relative()} {o.lane}" for o in full.ops]
@@ -66,7 +66,7 @@ def test_edges_are_derived_where_the_text_asks_for_it() -> None:
     assert not any(o.after for o in plain.ops)
 
 
-def test_reads_may_be_none_and_are_kept_apart_from_the_stage_s_own() -> None:
+def test_empty_reads_differ_from_reads_that_are_left_out() -> None:
     line = parse("schedule s micro_batches=1\nR rows reads - writes buffer marks lossy\n").ops[0]
     assert (line.reads, line.writes, line.marks) == ((), ("buffer",), ("lossy",))
     assert parse("schedule s micro_batches=1\nR rows\n").ops[0] == op("R")

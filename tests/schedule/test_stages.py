@@ -1,4 +1,4 @@
-"""A stage has everything under one letter; one that lacks something is told what, in one line."""
+"""A stage has everything under one letter. If something is missing, one line says what."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_stage_of_an_unknown_category_is_refused() -> None:
 
 @pytest.fixture
 def with_z(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A file with NestPipe's schedule and a made-up stage Z, on a lane of its own."""
+    """A file with NestPipe's schedule and a made-up stage Z, which has its own lane."""
     stage = Stage("early send", "early", "communication", ("plan",), ("arrived",), True, columns=2, units=3, noise=())
     monkeypatch.setitem(STAGES, "Z", stage)  # type: ignore[arg-type]
     ops = [op(o.ref.relative()) for o in nestpipe(2).ops]
@@ -80,7 +80,7 @@ def test_the_engine_says_what_a_stage_lacks(with_z: Path) -> None:
         run_engine(load(with_z), Setting(steps=1))
 
 
-def test_every_required_stage_is_missed_by_the_engine() -> None:
+def test_the_engine_refuses_a_schedule_without_a_required_stage() -> None:
     full = nestpipe(2)
     for letter in {o.ref.stage for o in full.ops if STAGES[o.ref.stage].required != "never"}:
         fewer = [op(o.ref.relative()) for o in full.ops if o.ref.stage != letter]

@@ -15,9 +15,9 @@ from tests.support.paths import ROOT
 def failures(tests: str, **environment: str) -> tuple[list[str], str]:
     """Names of the tests that fail, and the output."""
     files, _, chosen = tests.partition(" ")
-    plugin = ["-p", "switched_off"] if environment else []
+    plugin = ["-p", "tests.support.switched_off"] if environment else []
     command = [sys.executable, "-m", "pytest", *plugin, files, "-k", chosen, "-q", "-rf", "-p", "no:cacheprovider"]
-    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True
     )

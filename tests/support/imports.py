@@ -84,7 +84,7 @@ def room(module: str, known: dict[str, Path]) -> str:
     if known[module].name == "__init__.py":
         return module
     package = module.rpartition(".")[0]
-    return module if package in ("nestpipe", "baselines") else package
+    return module if package in ("nestpipe", "baselines", "results") else package
 
 
 def circles(arrows: set[tuple[str, str]]) -> list[list[str]]:

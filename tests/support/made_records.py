@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from nestpipe.measurement.record import METRICS, Record
-from results.experiments.plan import FULL, SIZES
+from results.experiments.plan import FULL, SIZE_SWEEP
 
 _PAPER = {"serial": "TorchRec", "nestpipe": "NestPipe", "dbp-only": "DBP-only", "fwp-only": "FWP-only"}
 
@@ -35,7 +35,7 @@ def measured(
     values["embedding_bytes"] = [1e6] * len(steps)
     config = replace(FULL, pace_dense=150.0 if paced else 0.0, clustering=clustering, micro_batches=micro_batches)
     if model:
-        config = replace(config, data=SIZES.data, model=replace(SIZES.model, **model))
+        config = replace(config, data=SIZE_SWEEP.data, model=replace(SIZE_SWEEP.model, **model))
     whole = {k: v for k, v in asdict(config).items() if k not in ("methods", "workers", "seed", "testbed", "timeout")}
     return Record(
         kind="measured",

@@ -9,28 +9,35 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-import results.measure as measure
+from nestpipe.simulator.scenario import ALL, simulate
+from nestpipe.training.runs import run
+from results.experiments.run_part import Runner
+from suites.conftest import RUNNER_KEY
 
-_WHAT = os.environ["NESTPIPE_SWITCHED_OFF"]
-_NAME, _, _INSTEAD = _WHAT.partition("=")
-_run, _simulate = measure.run, measure.simulate
+WHAT = os.environ["NESTPIPE_SWITCHED_OFF"]
+NAME, _, INSTEAD = WHAT.partition("=")
 
 
-def run(config, progress=None):
-    if _WHAT == "clustering":
-        return _run(replace(config, clustering=False), progress)
+def measured(config, progress=None):
+    if WHAT == "clustering":
+        return run(replace(config, clustering=False), progress)
     names = config.method_names
-    if _NAME not in names:
-        return _run(config, progress)
-    others = ",".join(name for name in names if name != _NAME)
-    runs = {r.record.method: r for r in _run(replace(config, methods=others), progress)} if others else {}
-    (other,) = _run(replace(config, methods=_INSTEAD), progress)
-    runs[_NAME] = replace(other, record=replace(other.record, method=_NAME))
+    if NAME not in names:
+        return run(config, progress)
+    others = ",".join(name for name in names if name != NAME)
+    runs = {r.record.method: r for r in run(replace(config, methods=others), progress)} if others else {}
+    (other,) = run(replace(config, methods=INSTEAD), progress)
+    runs[NAME] = replace(other, record=replace(other.record, method=NAME))
     return [runs[name] for name in names]
 
 
-def simulate(config, known):
-    return _simulate(config, {**known, _NAME: replace(known[_INSTEAD], name=_NAME)} if _INSTEAD in known else known)
+def simulated(config):
+    records = simulate(config)
+    if INSTEAD not in ALL or NAME not in {record.method for record in records}:
+        return records
+    others = {r.workers: r for r in simulate(replace(config, methods=f"serial,{INSTEAD}")) if r.method == INSTEAD}
+    return [replace(others[r.workers], method=NAME) if r.method == NAME else r for r in records]
 
 
-measure.run, measure.simulate = run, simulate
+def pytest_configure(config):
+    config.stash[RUNNER_KEY] = Runner(measured, simulated)

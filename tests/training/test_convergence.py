@@ -10,9 +10,9 @@ import pytest
 
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.training.convergence import ConvergenceConfig, Curve, converge, curve_config, read_curves, write_curve
-from results.artefacts import Sources
-from results.figures.fig6_convergence import METRICS, drift_ratio, fig6, paired_gap, within_rounding
+from results.figures.fig6_convergence import QUALITY, drift_ratio, fig6, paired_gap, within_rounding
 from results.report.render import to_markdown
+from results.sources import Sources
 
 TINY = ConvergenceConfig(
     methods="serial,serial(2),nestpipe,uniemb",
@@ -30,7 +30,7 @@ def made_up(method: str, seed: int, error: float, growth: float = 0.0) -> Curve:
     rng = np.random.default_rng(seed)
     base = 2 + rng.normal(size=40)
     wobble = np.random.default_rng([seed, len(method)]).normal(size=40) * error * np.exp(growth * np.arange(40))
-    quality = {metric: [0.1 + 0.01 * seed + error, 0.2 + 0.01 * seed + error] for metric in METRICS} | {
+    quality = {metric: [0.1 + 0.01 * seed + error, 0.2 + 0.01 * seed + error] for metric in QUALITY} | {
         "users": [9.0, 9.0]
     }
     return Curve(method, seed, curve_config(TINY), (base + wobble).tolist(), [20, 40], quality)
