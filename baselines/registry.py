@@ -1,4 +1,4 @@
-"""The baselines as methods that ``nestpipe`` finds by entry point. What trains them is imported when one is built."""
+"""The baselines as methods that ``nestpipe`` finds by entry point. Their trainers are imported when one is built."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _OWN_SAVINGS = "the cost model does not know what this variant of TorchRec saves
 
 
 def _fbgemm_cannot_train(dim: int, rule: str) -> str:
-    """What fbgemm's CPU tables cannot hold, said before ranks start; the rules are ``torchrec.sharding.FUSED``'s."""
+    """Why fbgemm's CPU tables cannot hold these, known before ranks start; rules as in ``torchrec.sharding.FUSED``."""
     if rule not in ("sgd", "rowwise_adagrad"):
-        return f"fbgemm on a CPU trains tables by sgd or rowwise_adagrad, not {rule}: --sparse-optimizer"
-    return f"fbgemm's tables have dims that are multiples of 4, not {dim}: --embedding-dim" if dim % 4 else ""
+        return f"fbgemm on a CPU trains tables by sgd or rowwise_adagrad, not {rule}: change --sparse-optimizer"
+    return f"fbgemm's tables have dims that are multiples of 4, not {dim}: change --embedding-dim" if dim % 4 else ""
 
 
 def _torchrec_trainer(
@@ -87,7 +87,7 @@ TORCHREC_BF16 = replace(
 TORCHREC_DEDUP = replace(
     TORCHREC,
     name="torchrec-dedup",
-    summary="real TorchRec with index deduplication; on a CPU by a kernel of ours, which fbgemm lacks there",
+    summary="real TorchRec with index deduplication; on a CPU by our own kernel, because fbgemm has none",
     make_schedule=lambda _, options: torchrec_schedule("torchrec-dedup"),
     make_trainer=partial(_torchrec_trainer, dedup=True),
     base="torchrec",
@@ -141,6 +141,6 @@ UNIEMB = scheduled_method(
     priced_as=PricedAs(
         lambda _: uniemb_with_hand_over(),
         "Table II shows 36 ms of UniEmb's lookup exposed, which the cost model charges as the hand-over of prefetched "
-        "rows (S); the form that is run updates the table itself and has no hand-over.",
+        "rows (S). The form that is run updates the table itself and has no hand-over.",
     ),
 )

@@ -1,4 +1,4 @@
-"""The command line. Imports late: ``nestpipe --help`` needs neither torch nor the other folders."""
+"""The command line. A command is imported when it runs: ``nestpipe --help`` needs neither torch nor other folders."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from nestpipe import __version__
 #: name -> (module with ``main(arguments) -> int``, what it does).
 COMMANDS = {
     "run": ("nestpipe.commands.run", "train one or several methods side by side on real processes"),
-    "schedule": ("nestpipe.commands.schedule", "print a method's schedule as a grid, or check that it is synchronous"),
+    "schedule": (
+        "nestpipe.commands.schedule",
+        "print a method's schedule as a grid, or check whether it is synchronous",
+    ),
     "methods": ("nestpipe.commands.methods", "list the training methods that are installed"),
-    "doctor": ("nestpipe.commands.doctor", "check versions, devices and tools, and name the fix for what is missing"),
-    "simulate": ("nestpipe.commands.simulate", "how long a step would take on up to 8,192 workers, on virtual clocks"),
+    "doctor": ("nestpipe.commands.doctor", "check versions, devices and tools, and say how to fix what is missing"),
+    "simulate": ("nestpipe.commands.simulate", "predict step times on up to 8,192 workers, on virtual clocks"),
     "advise": (
         "nestpipe.commands.advise",
-        "my model, my cluster: which method, how many micro-batches, what limits it",
+        "for a model and a cluster: the best method, how many micro-batches, what limits it",
     ),
-    "fit": ("nestpipe.commands.fit", "fit the cost model to the published numbers; errors in sample and held out"),
+    "fit": ("nestpipe.commands.fit", "fit the cost model to the published numbers; show errors in sample and held out"),
     "calibrate": (
         "nestpipe.commands.calibrate",
         "measure this machine for the simulator; --validate checks predictions",
     ),
-    "sweep": ("nestpipe.commands.sweep", "grids of runs on a Slurm cluster or this machine: preview, submit, collect"),
-    "report": ("nestpipe.commands.report", "tables, figures and report.html from existing records"),
-    "reproduce": ("nestpipe.commands.reproduce", "simulate and measure what they are made from, then report"),
-    "converge": ("nestpipe.commands.converge", "loss and accuracy curves of methods over several seeds, for Fig. 6"),
-    "testbed": ("nestpipe.commands.testbed", "several hosts with shaped links on this machine (root)"),
+    "sweep": ("nestpipe.commands.sweep", "run grids on a Slurm cluster or this machine: preview, submit, collect"),
+    "report": ("nestpipe.commands.report", "make tables, figures and report.html from existing records"),
+    "reproduce": ("nestpipe.commands.reproduce", "simulate and measure all that the report needs, then write it"),
+    "converge": ("nestpipe.commands.converge", "record loss and accuracy curves over several seeds, for Fig. 6"),
+    "testbed": ("nestpipe.commands.testbed", "set up several hosts with shaped links on this machine (needs root)"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 it failed or the answer is no, 2 the command is wrong, 130 interrupted."""
+    """Exit status: 0 success, 1 failure or the answer is no, 2 wrong command, 130 interrupted."""
     lines = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="nestpipe",
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"nestpipe {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # no sign that a locale lacks may cost a run its results
+        if isinstance(stream, io.TextIOWrapper):  # a character that the locale lacks must not crash a run
             stream.reconfigure(errors="replace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(parser.parse_args(words[:1]).command, words[1:])
     except BrokenPipeError:
-        # Whoever read our output has gone; a message, or the flush at exit, would meet the same pipe.
+        # The reader of our output is gone. A message, or the flush at exit, would hit the same broken pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -1,6 +1,6 @@
-"""Typed configuration of a run: every option, its default and its limits, checked when it is made.
+"""Typed configuration of a run: every option with its default and its limits, checked at construction.
 
-Frozen dataclasses, without torch; docstrings are the command line's help.
+These are frozen dataclasses, and they import no torch. Their docstrings are the command line's help.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, Literal
 from nestpipe.schedule.operations import MAX_MICRO_BATCHES
 from nestpipe.testbed.testbed import parse_testbed
 
-#: Part of a paced dense time (see models/pacing.py) that is forward.
+#: Share of a paced dense time (see models/pacing.py) that the forward takes.
 PACED_FORWARD = 1 / 3
 #: Steps at the start of a round that are not reported: a paused pipeline has prefetched for free.
 WARM_UP_STEPS = 4
 
-#: Far beyond what anybody trains: a slip of the keyboard is said at once, not by a machine that runs out of memory.
+#: Far beyond what anybody trains: a typing error is reported at once, before the machine runs out of memory.
 MAX_SIZES = {
     "batch_size": 1 << 20,
     "negatives": 1 << 20,
@@ -36,12 +36,12 @@ MAX_SIZES = {
 #: The largest whole number that an option takes.
 MAX_OPTION = 2**31 - 1
 MAX_OPTIONS = {"--workers": 8192, "--micro-batches": MAX_MICRO_BATCHES}
-#: The longest wait in one piece, which is counted in milliseconds as a C int.
+#: The longest single wait: it is counted in milliseconds as a C int.
 MAX_TIMEOUT_S = 2_000_000
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run. One line, which names options as the command line writes them."""
+    """A configuration that cannot be run. The message is one line and names options as on the command line."""
 
     def in_file(self) -> str:
         """The line with options named as a file writes them: ``pace_dense`` for ``--pace-dense``."""
@@ -60,18 +60,18 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is trained on."""
+    """The training data."""
 
     dataset: Literal["synthetic", "movielens", "kuairand"] = "synthetic"
     """synthetic: drawn from KuaiRand-27K's real histograms; movielens, kuairand: the published files at --data-path."""
     data_path: str | None = None
     """File or folder of the data set (not for synthetic)."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A malformed row: stop and name file and line, or skip and count."""
+    """What to do about a malformed row: stop and name the file and line, or skip and count it."""
     data_scale: float = 0.001
     """synthetic: items and interactions relative to KuaiRand-27K (32,038,693 videos, 322,278,385 interactions).
 
-    Users (27,285) and interactions per user shrink by its square root each."""
+    The number of users (27,285) and the interactions per user each scale with its square root."""
     users: int | None = None
     """synthetic: this many users share the interactions, instead of the number that data_scale gives."""
     interest_clusters: int = 32
@@ -81,7 +81,7 @@ class DataConfig:
     negatives: int = 64
     """Sampled negatives per sample."""
     windows: Literal["last", "all"] = "all"
-    """Samples of a history longer than the model reads: only the latest items, or consecutive pieces of it."""
+    """Samples of a history longer than the model reads: only its latest items, or all of it in consecutive pieces."""
 
     def __post_init__(self) -> None:
         _require(0 < self.data_scale < math.inf, f"data_scale is {self.data_scale}; it must be a number above 0")
@@ -97,7 +97,7 @@ class ModelConfig:
     """The dense network."""
 
     backbone: Literal["hstu", "fuxi"] = "hstu"
-    """hstu (arXiv 2402.17152), or fuxi (FuXi-alpha, arXiv 2502.03036): the paper's on NPUs and on GPUs."""
+    """hstu (arXiv 2402.17152), the paper's on NPUs, or fuxi (FuXi-alpha, arXiv 2502.03036), the paper's on GPUs."""
     embedding_dim: int = 64
     """Elements per embedding row."""
     dense_layers: int = 2
@@ -105,7 +105,7 @@ class ModelConfig:
     heads: int = 2
     """Attention heads per block."""
     width: int = 64
-    """Elements of the dense network's hidden state (a linear layer joins it to embedding_dim if they differ)."""
+    """Elements of the dense network's hidden state (a linear layer connects it to embedding_dim if they differ)."""
     sequence_length: int = 50
     """Longest history, in items; older items are cut."""
 
@@ -117,10 +117,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How weights move."""
+    """How weights are updated."""
 
     sparse_optimizer: Literal["sgd", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
-    """Update rule of the embedding rows (adam: methods that this engine runs, not real TorchRec on a CPU)."""
+    """Update rule of the embedding rows (adam: only methods that this engine runs, not real TorchRec on a CPU)."""
     sparse_lr: float = 0.05
     """Learning rate of the embedding rows."""
     sparse_eps: float = 1e-8
@@ -138,13 +138,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Everything that decides what is learned: equal for every method that is compared."""
+    """Everything that decides what is learned; it is the same for all methods that are compared."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     seed: int = 1
-    """Seeds data, initial weights and negatives."""
+    """Seed of the data, the initial weights and the negatives."""
     pace_dense_ms: float = 0.0
     """Stretch the dense forward and backward of a batch to this many ms: a stand-in for an accelerator."""
 
@@ -153,8 +153,8 @@ class TrainingConfig:
 class RunConfig:
     """Train one or several methods on the same model, data and seed, and report what was hidden behind what.
 
-    Raises ConfigError, or ValueError for its testbed, if no method could run so; ``nestpipe.methods.methods_of`` finds
-    the methods, and raises for what depends on them.
+    Raises ConfigError if no method could run with it, or ValueError for its testbed. ``nestpipe.methods.methods_of``
+    finds the methods, and raises for what depends on them.
     """
 
     methods: str = "serial,nestpipe,torchrec"
@@ -164,7 +164,7 @@ class RunConfig:
     steps: int = 20
     """Steps per method that are reported; each round runs 4 more to warm up."""
     rounds: int = 2
-    """Interleaved rounds that the steps are split over, so that drift of the machine hits all methods alike."""
+    """Interleaved rounds that the steps are split over, so that drift of the machine affects all methods alike."""
     epochs: int | None = None
     """Train this many passes over the data instead of `steps`."""
     micro_batches: int = 8
@@ -172,25 +172,25 @@ class RunConfig:
     clustering: bool = False
     """Put samples that share keys into one micro-batch (key-centric clustering), so that fewer keys travel."""
     replica_groups: int = 2
-    """Groups of ranks that hold a whole copy of the tables each, for methods that replicate tables (2d-sp)."""
+    """Groups of ranks, each with a whole copy of the tables, for methods that replicate tables (2d-sp)."""
     sync_interval: int = 1
-    """Batches from one averaging of 2d-sp's replicas to the next."""
+    """Average 2d-sp's replicas every this many batches."""
     testbed: str = "loopback"
-    """loopback, or netns:200mbit,1ms: one host per rank by network namespaces, with rate and one-way delay."""
+    """loopback, or netns:200mbit,1ms: one host per rank in its network namespace, with this rate and one-way delay."""
     pace_dense: float = 0.0
     """Stretch the dense forward and backward of a batch to this many ms: a stand-in for an accelerator (0: off)."""
     evaluate: bool = False
-    """HR and NDCG of every method at the end."""
+    """Compute HR and NDCG of every method at the end."""
     seed: int = 1
-    """Seeds data order, initial weights and negatives."""
+    """Seed of the data order, the initial weights and the negatives."""
     timeout: float = 3600.0
-    """Seconds after which the run is ended, with the stacks of all ranks."""
+    """Seconds after which the run is ended and the stacks of all ranks are shown."""
     checkpoint: str | None = None
-    """Folder for checkpoints, one folder in it per method."""
+    """Folder for checkpoints, with one subfolder per method."""
     checkpoint_every: int = 0
-    """Steps of a method from one checkpoint to the next, 0: none unless told to (Slurm does before preemption)."""
+    """Save a checkpoint every this many steps of a method (0: only when told to, as by Slurm before preemption)."""
     resume: bool = False
-    """Resume from the newest checkpoints in --checkpoint; methods without one start at the beginning."""
+    """Resume from the newest checkpoints in --checkpoint; methods without one start from the beginning."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -231,7 +231,7 @@ class RunConfig:
         return [WARM_UP_STEPS + share + (r < larger) for r in range(self.rounds)]
 
     def in_record(self, micro_batches: int) -> dict[str, Any]:
-        """The settings that identify a run of a method, without those that a record has in fields of their own."""
+        """The settings that identify a run of a method, without those that a record stores in its own fields."""
         elsewhere = ("methods", "workers", "seed", "testbed", "timeout", "checkpoint", "checkpoint_every", "resume")
         whole = {**dataclasses.asdict(self), "micro_batches": micro_batches}
         return {name: value for name, value in whole.items() if name not in elsewhere}
@@ -244,5 +244,5 @@ def _require_count(option: str, value: int) -> None:
 
 
 def names_in(text: str) -> list[str]:
-    """``"serial, nestpipe"``: the names between the commas."""
+    """The names in comma-separated text such as ``"serial, nestpipe"``."""
     return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,11 +1,11 @@
-"""The registry of training methods, filled by entry points: the only one, for running, checking, pricing and reporting.
+"""The registry of training methods, filled by entry points. Running, checking, pricing and reporting all use it.
 
-A method from outside needs one object of type ``Method`` and a line in its package's metadata:
+A method from another package needs one object of type ``Method`` and a line in the package's metadata:
 
     [project.entry-points."nestpipe.methods"]
     my-method = "my_package.my_module:METHOD"
 
-Nothing here imports torch until a trainer is built, so a module that defines a method should not do so either.
+Nothing here imports torch until a trainer is built, so a module that defines a method should not import it either.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 class UnknownMethod(ValueError):
-    """No method of that name, or one that cannot be had; the message says what to do or lists the known ones."""
+    """No method of that name, or one that cannot be loaded; the message says what to do or lists the known ones."""
 
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """What a run chooses for methods that replicate tables; also the sparse update rule, since marks depend on it."""
+    """A run's options for methods that replicate tables, and its sparse update rule, because marks depend on it."""
 
     replica_groups: int = 2
-    """Groups of ranks that hold a whole copy of the tables each, for methods that replicate tables (2d-sp)."""
+    """Groups of ranks, each with a whole copy of the tables, for methods that replicate tables (2d-sp)."""
     sync_interval: int = 1
-    """Batches from one averaging of 2D-SP's replicas to the next."""
+    """Average 2D-SP's replicas every this many batches."""
     sparse_optimizer: str = "rowwise_adagrad"
 
 
@@ -51,7 +51,7 @@ MakeTrainer = Callable[["Method", "ModelSpec", "SparseOptimizer", "DenseOptimize
 
 @dataclass(frozen=True)
 class PricedAs:
-    """The schedule that the cost model times in place of a method's own. ``reason``: why, in whole sentences."""
+    """The schedule that the cost model times instead of a method's own. ``reason``: why, in whole sentences."""
 
     make_schedule: Callable[[int], Schedule]
     reason: str
@@ -70,17 +70,17 @@ class Method:
     paper_method: str | None = None
     """The method of the paper whose numbers this one's are compared with."""
     observed: bool = False
-    """The order of a run is taken from its trace; the schedule only declares it (foreign pipelines)."""
+    """Whether the order of a run is taken from its trace and the schedule only declares it (foreign pipelines)."""
     fixed_micro_batches: int | None = None
     """Micro-batches per batch; None if the caller chooses."""
     takes_micro_batches: bool = True
-    """Whether NAME(8) may be asked for."""
+    """Whether the caller may ask for NAME(8)."""
     reshards: bool = True
     """Whether a checkpoint can be resumed with another number of ranks."""
     needs: tuple[str, ...] = ()
     """Packages that training needs beyond torch."""
     base: str = "serial"
-    """The method that this one is a variant of: what it hides is measured against that."""
+    """The method that this one is a variant of. What this one hides is measured against it."""
     priced_as: PricedAs | None = None
     """What the cost model times if that is not the method's own schedule."""
     not_priced: str = ""
@@ -119,19 +119,19 @@ class Method:
         return self.not_priced
 
     def why_it_cannot_train(self, embedding_dim: int, sparse_optimizer: str) -> str:
-        """One line, empty if it can."""
+        """The reason in one line; empty if it can."""
         if missing := self.missing_packages():
             return f"needs the package '{missing[0]}', which is not installed: pip install 'nestpipe[all]'"
         return self.cannot_train(embedding_dim, sparse_optimizer) if self.cannot_train else ""
 
     def missing_packages(self) -> list[str]:
-        """Those of ``needs`` that are not installed here."""
+        """The packages in ``needs`` that are not installed here."""
         return [package for package in self.needs if find_spec(package) is None]
 
     def build(
         self, spec: ModelSpec, sparse: SparseOptimizer, dense: DenseOptimizer, seed: int, micro_batches: int
     ) -> Trainer:
-        """A trainer on this rank. Collective if there are several."""
+        """A trainer on this rank. Collective if there are several ranks."""
         return self.make_trainer(self, spec, sparse, dense, seed, self.micro_batches_of(micro_batches))
 
 
@@ -166,7 +166,7 @@ def scheduled_method(
     overlap: bool = True,
     priced_as: PricedAs | None = None,
 ) -> Method:
-    """A method that the engine runs: all it needs is ``make``, from a number of micro-batches to its schedule.
+    """A method that the engine runs. It needs only ``make``, which turns a number of micro-batches into a schedule.
 
     ``micro_batches`` fixes that number. Without ``overlap`` the engine needs no threads.
     """
@@ -202,7 +202,7 @@ BUILT_IN = {method.name: method for method in (SERIAL, NESTPIPE, DBP_ONLY, FWP_O
 
 
 def known_methods() -> list[str]:
-    """Names of all methods that can be asked for, built in and from installed packages."""
+    """Names of all available methods, built in and from installed packages."""
     return sorted({*BUILT_IN, *(entry.name for entry in metadata.entry_points(group="nestpipe.methods"))})
 
 
@@ -228,11 +228,11 @@ def find_method(name: str) -> Method:
 def _from_entry_point(plain: str, name: str) -> Method:
     entries = {entry.name: entry for entry in metadata.entry_points(group="nestpipe.methods")}
     if plain not in entries:
-        raise UnknownMethod(f"unknown method '{name}', one of {', '.join(known_methods())}")
+        raise UnknownMethod(f"unknown method '{name}'; choose one of {', '.join(known_methods())}")
     entry = entries[plain]
     try:
         method = entry.load()
-    except (Exception, SystemExit) as error:  # whatever a foreign module raises as it is imported
+    except (Exception, SystemExit) as error:  # whatever a foreign module raises while it is imported
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnknownMethod(f"method '{plain}' ({entry.value}) cannot be loaded: {what}") from error
     if not isinstance(method, Method):
@@ -248,8 +248,8 @@ def method_from_file(path: str | Path) -> Method:
 
 
 def methods_of(config: RunConfig) -> list[Method]:
-    """The methods that ``config`` names, with its options. Raises UnknownMethod, or ConfigError for one that cannot
-    run under it."""
+    """The methods that ``config`` names, with its options. Raises UnknownMethod, or ConfigError for a method that
+    cannot run with it."""
     options = MethodOptions(config.replica_groups, config.sync_interval, config.optimizer.sparse_optimizer)
     methods = [find_method(name).with_options(options) for name in config.method_names]
     for method in methods:

@@ -1,4 +1,4 @@
-"""What TorchRec's pipeline is fed with: batches with a KeyedJaggedTensor, aligned over ranks to the end."""
+"""The batches that TorchRec's pipeline reads: with a KeyedJaggedTensor, and equally many on every rank."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class NoClock:
 class KeyedBatch(Pipelineable):
     """A ``Batch`` as TorchRec wants it. ``sparse``: int64 keys and lengths, one stride for all features.
 
-    A batch without samples carries one padding sample without keys: TorchRec cannot reshape the lengths of
-    a stride of zero. ``samples`` is the true count. ``weight``: what the sum of this rank's losses is
-    multiplied with so that TorchRec's means over ranks give the gradient of sum of losses / global samples.
+    A batch without samples carries one padding sample without keys, because TorchRec cannot reshape the lengths of
+    a stride of zero. ``samples`` is the true count. ``weight``: factor on the sum of this rank's losses that makes
+    TorchRec's means over ranks give the gradient of sum of losses / global samples.
     """
 
     sparse: KeyedJaggedTensor
@@ -88,12 +88,12 @@ def keyed(
 
 
 class AlignedBatches(Iterator[KeyedBatch]):
-    """Iterates over a rank's batches so that every rank gets equally many.
+    """Iterates over a rank's batches so that every rank gets the same number of them.
 
-    Batches with ``global_samples`` are aligned at the source: no communication. Otherwise the ranks agree
-    before each batch, over a gloo group of their own: one all-reduce of (batches here, samples, ranks that
-    would need an empty batch and have no pattern for it). A rank whose data has ended yields empty batches
-    until all have ended. ``count``: batches yielded before this iterator, the number of its first.
+    Batches with ``global_samples`` are aligned at the source and need no communication. Otherwise the ranks agree
+    before each batch, over their own gloo group, by one all-reduce of (batches here, samples, ranks that would
+    need an empty batch and have no pattern for it). A rank whose data has ended yields empty batches until all
+    have ended. ``count``: batches yielded before this iterator, which is the number of its first batch.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class AlignedBatches(Iterator[KeyedBatch]):
         return result
 
     def _agree(self, batch: Batch | None) -> tuple[Batch | None, int]:
-        """The batch to train on, an empty one if this rank has none and others do, and all ranks' samples."""
+        """The batch to train on (an empty one if only other ranks have one), and the samples of all ranks."""
         lacks_pattern = batch is None and self._empty is None
         sums = torch.tensor([batch is not None, len(batch) if batch is not None else 0, lacks_pattern]).long()
         if self._world > 1:

@@ -1,21 +1,21 @@
 """What a step of real TorchRec does and when, seen from outside: no order, number or asynchrony is changed.
 
-On a CPU everything of TorchRec runs on the host thread except the collectives, which gloo's and DDP's threads
-carry. What is seen, by whom, and what each span covers (batch t; one host thread, so spans of P, H, R, F, B,
-U and O never overlap; K, E, G and A are in flight next to them):
+On a CPU all of TorchRec runs on the host thread except the collectives, which run on gloo's and DDP's threads.
+The list says what each span of batch t covers and, in parentheses, what observes it. There is one host thread, so
+spans of P, H, R, F, B, U and O never overlap; K, E, G and A are in flight at the same time:
 
-P  ``next`` on the iterator, with what it costs to make a KeyedJaggedTensor         (the iterator we feed)
+P  ``next`` on the iterator, and the making of a KeyedJaggedTensor                  (the iterator we feed)
 H  ``batch.to(device)``                                                             (the batch we feed)
 K  in pieces: the host's part, ``start_sparse_data_dist`` (bucketing, launch of the All2All of sizes), that All2All's
    flight, the host's part of ``wait_sparse_data_dist`` (waiting for the sizes, launch of the All2Alls of lengths and
    keys), their flight. A flight ends when the host sees it completed: it looks whenever any span here begins or
    ends, at the latest when the lookup needs the keys                          (wrapped instance methods, Work)
 R  assembling the received keys and the lookup, to the start of E's send copy             (module hooks)
-E  from the permutation before the send, over the All2All, to the received rows split per feature
-F  from there to the loss: what a model's dense part does before it touches the embeddings falls into E
+E  from the permutation before the send, through the All2All, to the received rows split per feature
+F  from there to the loss; what a model's dense part does before it uses the embeddings counts as E
 B  from ``backward()`` to the launch of G
-G  from the launch of the gradient All2All over its wait, division and permutation to the update
-U  the lookup's backward, which holds the fused optimizer                                 (autograd node hooks)
+G  from the launch of the gradient All2All, through its wait, division and permutation, to the update
+U  the lookup's backward, which contains the fused optimizer                                 (autograd node hooks)
 A  DDP's AllReduce, first launch to last completion, by DDP's own timers                (``Logger``)
 D  ``DMPCollection.sync()``, if tables are replicated: the AllReduce of weights and optimizer state over replicas
 O  ``optimizer.step()``
@@ -45,7 +45,7 @@ from nestpipe.schedule.stages import STAGES
 
 
 class _Flight(NamedTuple):
-    """All2Alls of K under way since ``start``."""
+    """All2Alls of K that have been in flight since ``start``."""
 
     start: int
     works: list[dist.Work]
@@ -70,10 +70,10 @@ class Observer:
     # ---- recording ----
 
     def _mark(self, opens: bool = False) -> int:
-        """Now; ends the flights of keys that are seen completed.
+        """The time now. Ends the flights of keys that are seen to have completed.
 
-        ``opens``: a span begins here. A flight that ended since the last one was not what that span waited for,
-        so it must not seem to end when the span begins: it is given the end of the last span.
+        ``opens``: a span begins here. It did not wait for a flight that has completed since the last mark, so that
+        flight must not seem to end when the span begins: it ends at the last mark.
         """
         now = time.perf_counter_ns()
         for batch, flight in list(self._flights.items()):
@@ -83,7 +83,7 @@ class Observer:
         return now
 
     def _land(self, batch: int, now: int) -> None:
-        """End the flight of a batch's keys; nothing if none is under way."""
+        """End the flight of a batch's keys, if there is one."""
         if batch in self._flights:
             self._add("K", batch, self._flights.pop(batch).start, now)
 
@@ -95,14 +95,14 @@ class Observer:
         self._began[stage] = self._mark(opens=True)
 
     def _end(self, stage: str) -> None:
-        """End the stage's span of the batch in training; nothing if it has ended already."""
+        """End the stage's span of the batch in training, if it has not ended already."""
         now = self._mark()
         if stage in self._began:
             self._add(stage, self._batch, self._began.pop(stage), now)
 
     @contextmanager
     def host(self, stage: str, batch: int) -> Iterator[None]:
-        """A span of the ``with`` block, none if it raises (StopIteration: the end of the data is no batch)."""
+        """A span of the ``with`` block; no span if it raises (StopIteration: the end of the data is not a batch)."""
         start = self._mark(opens=True)
         yield
         self._add(stage, batch, start, self._mark())
@@ -111,7 +111,7 @@ class Observer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """While a step runs, see the All2Alls of the host thread on our group."""
+        """While a step runs, observe the All2Alls of the host thread on our group."""
         original = dist.all_to_all_single
         self.sent_bytes = 0
 
@@ -141,12 +141,12 @@ class Observer:
         finally:
             dist.all_to_all_single = original
 
-    # ---- where it listens ----
+    # ---- hooks ----
 
     def attach(
         self, collection: ShardedEmbeddingCollection, pipeline: TrainPipelineSparseDist, dmp: DistributedModelParallel
     ) -> None:
-        """``dmp``: around DistributedDataParallel if there are dense weights."""
+        """``dmp`` wraps DistributedDataParallel if there are dense weights."""
         self._watch_keys(pipeline)
         self._watch_lookup(collection)
         self._watch_dense(pipeline, dmp._dmp_wrapped_module)
@@ -190,7 +190,7 @@ class Observer:
         def forward_begins(*_: Any) -> None:
             self._begin("R")
             if self._batch in self._flights:
-                self._began.pop("R")  # the keys are still on their way: R begins when they have come
+                self._began.pop("R")  # the keys are still in flight: R begins when they have arrived
 
         def lookup_begins(*_: Any) -> None:
             if "R" not in self._began:

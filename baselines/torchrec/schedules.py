@@ -9,7 +9,7 @@ from nestpipe.schedule.operations import Op, Schedule
 
 
 def torchrec_schedule(name: str = "torchrec", before_step: Iterable[Op] = ()) -> Schedule:
-    """What torchrec's ``TrainPipelineSparseDist`` does, declared; one host thread issues everything in this order.
+    """The schedule of torchrec's ``TrainPipelineSparseDist``, as declared; one host thread issues all in this order.
 
     Key routing of the next batch runs during this batch's forward. The fused optimizer updates the
     table inside backward, so there is no buffer to write back and nothing to synchronise. ``before_step``: operations

@@ -1,4 +1,4 @@
-"""How TorchRec's tables are laid out over ranks and what travels between them: the parts its variants differ in."""
+"""How TorchRec's tables are laid out over ranks and what travels between ranks: these differ between its variants."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Distributed:
     sharding_group: dist.ProcessGroup
 
 
-#: (model, sparse optimizer, all ranks) -> the model sharded. Collective.
+#: (model, sparse optimizer, all ranks) -> the sharded model. Collective.
 Distribute = Callable[[nn.Module, SparseOptimizer, dist.ProcessGroup], Distributed]
 
 
@@ -60,9 +60,9 @@ def one_dimensional(
 ) -> Distributed:
     """Tables sharded over all ranks, row-wise.
 
-    ``planner``: by the choice of TorchRec's EmbeddingShardingPlanner, between row-wise and table-wise
-    with the fused kernel. (Column-wise is left out: row-wise AdaGrad would take its mean over a
-    column shard, another update rule. The dense kernel crashes on a CPU.)
+    ``planner``: TorchRec's EmbeddingShardingPlanner chooses between row-wise and table-wise, with the
+    fused kernel. (Column-wise is left out: row-wise AdaGrad would take its mean over a column shard,
+    which is another update rule. The dense kernel crashes on a CPU.)
     ``bf16``: embeddings and their gradients travel in bfloat16 (``QCommsConfig``).
     ``dedup``: ``use_index_dedup``; on a CPU by our kernel, see ``baselines.torchrec.index_dedup``.
     """
@@ -76,14 +76,14 @@ def one_dimensional(
 
 
 def fused_sharder(optimizer: SparseOptimizer, bf16: bool = False, dedup: bool = False) -> EmbeddingCollectionSharder:
-    """The sharder whose kernel updates rows by ``optimizer`` inside backward."""
+    """The sharder whose kernel updates rows by ``optimizer`` inside the backward."""
     fused = {"optimizer": FUSED[optimizer.name], "learning_rate": optimizer.lr}
     if optimizer.name != "sgd":
         fused["eps"] = optimizer.eps
     codecs = None
     if bf16:
         config = QCommsConfig(forward_precision=CommType.BF16, backward_precision=CommType.BF16)
-        # Told that the device is a CPU, torchrec falls back to fp16, since older gloo had no bf16; torch 2.13's has.
+        # On a CPU device torchrec falls back to fp16, because older gloo had no bf16; that of torch 2.13 has it.
         codecs = get_qcomm_codecs_registry(config, device=torch.device("cuda"))
     if dedup:
         register()
@@ -146,7 +146,7 @@ def is_row_wise(collection: ShardedEmbeddingCollection) -> bool:
 
 
 def load_initial_rows(collection: ShardedEmbeddingCollection, tables: Mapping[str, TableConfig], seed: int) -> None:
-    """A row's initial value is that of every other method."""
+    """Gives every row the initial value that it has in every other method."""
     with torch.no_grad():
         for shard in shards(collection):
             rows = initial_rows(seed, tables[shard.table], shard.first, shard.first + len(shard.weight))
@@ -154,7 +154,7 @@ def load_initial_rows(collection: ShardedEmbeddingCollection, tables: Mapping[st
 
 
 def collection_of(tables: Sequence[TableConfig]) -> EmbeddingCollection:
-    """What a model gets injected: the tables on the meta device, without storage."""
+    """The collection that is injected into a model: the tables on the meta device, without storage."""
     configs = [
         EmbeddingConfig(
             name=table.name,

@@ -1,4 +1,4 @@
-"""How many keys a TorchRec step moved and how many there were: counted after the step, linear in the keys."""
+"""How many keys a TorchRec step moved and how many there were; counted after the step, in time linear in the keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Traffic:
         self._rank = dist.get_rank(group)
         self._world = dist.get_world_size(group)
         self._block = {name: -(-table.rows // self._world) for name, table in tables.items()}
-        # One winner per code is left here by a scatter of positions: distinct codes without a sort.
+        # A scatter of positions leaves one winner per code here, which finds distinct codes without a sort.
         self._winner = torch.empty(max(table.rows for table in tables.values()), dtype=torch.int32)
         self._samples_per_rank: list[int] = []
         for lookup in collection._lookups:
@@ -66,7 +66,7 @@ class Traffic:
         asked = dict.fromkeys(self._tables, 0)
         if self._world == 1:
             return asked
-        # Feature after feature, and within one sample after sample of rank 0, rank 1, ...
+        # The keys are ordered by feature and, within a feature, by the samples of rank 0, rank 1, ...
         first_sample = [0, *accumulate(self._samples_per_rank)]
         samples = first_sample[-1]
         names = self._received.keys()

@@ -1,16 +1,16 @@
 """Real TorchRec: DistributedModelParallel, row-wise sharding, fused optimizer, ``TrainPipelineSparseDist`` unmodified.
 
-What its step t does, in this order, all on the host thread (the letters of ``nestpipe.schedule``):
+Its step t does this, in this order, all on the host thread (the letters are those of ``nestpipe.schedule``):
 
 1. K(t+1) starts: bucket the keys, launch the All2All of sizes.
 2. P(t+2), H(t+2).
 3. Wait for the keys of t (launched in step t-1), R(t), launch E(t); the first use of an embedding waits for it. F(t).
 4. K(t+1) continues: wait for the sizes, launch the All2Alls of lengths and keys.
-5. B(t); DDP launches A(t) once the last dense gradient is there; G(t) is launched and waited for; U(t), inside
+5. B(t); DDP launches A(t) once the last dense gradient is ready; G(t) is launched and waited for; U(t), inside
    backward; wait for A(t).
 6. O(t).
 
-So key routing hides behind the batch before; the embedding and gradient All2Alls do not. ``baselines.registry``
+So key routing hides behind the previous batch; the embedding and gradient All2Alls do not. ``baselines.registry``
 declares this as a schedule.
 """
 
@@ -55,14 +55,14 @@ from nestpipe.measurement.trace import Span  # noqa: E402
 from nestpipe.ranks.collectives import error_on_its_way  # noqa: E402
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult  # noqa: E402
 
-# What torchrec itself calls and torch has deprecated: nothing that a user of either could mend, once a rank.
+# torchrec itself calls what torch has deprecated. Users cannot fix that, and every rank would print it.
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
 for name in ("torch.fx._symbolic_trace", "torchrec.distributed.planner"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class WeightedLoss(nn.Module):
-    """Makes of a model's losses [samples] the scalar that TorchRec's pipeline differentiates."""
+    """Turns a model's losses [samples] into the scalar that TorchRec's pipeline differentiates."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -94,12 +94,12 @@ class TorchRecTrainer:
     ``group``: the ranks, on gloo; None for all. ``distribute``: how tables are sharded and what travels.
     ``sync_interval``: batches from one synchronisation of replicas to the next, if there are any.
     ``observe``: hooks for spans and traffic; without them there are no spans and the byte counts of ``StepResult``
-    are 0. Collective. Raises ValueError for a sparse optimizer
-    that fbgemm lacks on a CPU, or tables of unequal dims (a torchrec EmbeddingCollection has one).
+    are 0. Collective. Raises ValueError for a sparse optimizer that fbgemm lacks on a CPU, or for tables of unequal
+    dims (a torchrec EmbeddingCollection has one dim).
 
     Two batches are in flight between steps (t+1 with its keys routed, t+2 read). ``state_dict`` leaves
     them out: it is the state after ``state["batches"]`` trained batches, and after ``load_state_dict`` the
-    iterator must start with that batch.
+    iterator must start with the batch of that number.
     """
 
     def __init__(
@@ -117,16 +117,16 @@ class TorchRecTrainer:
         if sparse_optimizer.name not in FUSED:
             raise ValueError(f"sparse optimizer '{sparse_optimizer.name}': fbgemm on a CPU has {', '.join(FUSED)}")
         if len({table.dim for table in spec.tables}) != 1:
-            raise ValueError("tables of one EmbeddingCollection have one dim: " + str(spec.tables))
+            raise ValueError("the tables of an EmbeddingCollection must have one dim: " + str(spec.tables))
         self.name = name
         self.tables = {table.name: table for table in spec.tables}
         everyone = group or dist.group.WORLD
         assert everyone is not None, "join a process group first"
         self._group: dist.ProcessGroup = everyone
         self._world = dist.get_world_size(self._group)
-        # Agreement at the end of the data is no part of TorchRec's step: a group of its own, while all ranks are
-        # here to make one. (A group made by only some ranks takes a name that depends on the ranks only, so a
-        # second trainer would find the first one's dead addresses in the store.)
+        # Agreement at the end of the data is not part of TorchRec's step, so it has its own group, made now because
+        # all ranks are here. (The name of a group that only some ranks make depends only on those ranks, so a second
+        # trainer would find the first one's dead addresses in the store.)
         self._control = dist.new_group(backend="gloo") if group is None else self._group
         self._features = [feature for table in spec.tables for feature in table.features]
         self._trained = 0
@@ -166,7 +166,7 @@ class TorchRecTrainer:
         dense = KeyedOptimizerWrapper(dict(in_backward_optimizer_filter(self._dmp.named_parameters())), build)
         return CombinedOptimizer([self._dmp.fused_optimizer, dense])
 
-    # ---- hooks that hold with and without observation ----
+    # ---- hooks that are set with and without observation ----
 
     def _forward_begins(self, module: nn.Module, inputs: tuple[KeyedBatch]) -> None:
         self._current = inputs[0]
@@ -232,7 +232,7 @@ class TorchRecTrainer:
         """Drops the batches in flight. Raises ValueError for a state of another number of ranks."""
         if state["world"] != self._world:
             raise ValueError(
-                f"state of {state['world']} ranks: TorchRec's shards fit that number only, not {self._world}"
+                f"state of {state['world']} ranks: TorchRec's shards only fit that number, not {self._world}"
             )
         self._drop_in_flight()
         with torch.no_grad():
@@ -266,7 +266,7 @@ class TorchRecTrainer:
 
 
 def _without_samples(features: Mapping[str, Any]) -> dict[str, Any]:
-    """The embedded features of a batch without samples, the padding sample taken out of their lengths."""
+    """The embedded features of a batch without samples, with the padding sample removed from their lengths."""
     return {
         name: type(jagged)(values=jagged.values(), lengths=jagged.lengths()[:0]) for name, jagged in features.items()
     }

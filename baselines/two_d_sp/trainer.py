@@ -3,28 +3,28 @@
 Tables are sharded row-wise inside groups of ranks and replicated between the groups, so that All2Alls stay
 inside a group. Each group updates its replica by the gradients of its own samples; every ``interval`` batches the
 replicas, weights and optimizer state, are averaged over the groups (an AllReduce, the stage D here). Group g of M
-holds the ranks r with r mod M = g, DMPCollection's default. TorchRec's pipeline synchronises after the batches
-0, k, 2k, ...
+holds the ranks r with r mod M = g, DMPCollection's default. With interval k, TorchRec's pipeline synchronises after
+the batches 0, k, 2k, ...
 
 With SGD and interval 1 this is plain synchronous training: a replica moves by M times its group's share of the
 mean gradient, and the mean over M groups is the whole gradient's step. With AdaGrad, or k > 1, it is not.
 
-**Momentum-scaled row-wise AdaGrad.** Public: its name, its purpose (to make up for what sharding in groups does
-to training quality) and that the row-wise accumulator ("momentum") is scaled. The formula here is our reading:
+**Momentum-scaled row-wise AdaGrad.** Published are its name, its purpose (to make up for what sharding in groups does
+to training quality) and that the row-wise accumulator ("momentum") is scaled. The formula here is our interpretation:
 
     s += mean over the dim of g^2;  w -= lr g / (sqrt(s / c) + eps),  c = number of groups by default.
 
 The reason for this c: a row that only one group sees in a batch has, under plain synchronous training, gradient
-g and accumulates g^2. In M groups the group's own gradient is M g, so that its s gains M^2 g^2, of which averaging
-replicas leaves M g^2; the group's step is M g / (M |g|), of which averaging leaves 1/M. After many such batches
-the step is 1/sqrt(M) of the plain one, and dividing s by M makes them equal. A run agrees: 40 steps of the tests' small
-model on 4 ranks in 2 groups end closest to plain training with c = 2 (rms difference of the table weights 0.025, with
-c = 0.5, 1, 4: 0.053, 0.038, 0.036). Scaling the accumulator is the same
-as fbgemm's own rule with lr sqrt(c) and eps sqrt(c), so the fused kernel is used as it is.
+g and accumulates g^2. In M groups the group's own gradient is M g, so its s gains M^2 g^2, and averaging the replicas
+leaves M g^2 of that. The group's step is M g / (M |g|), and averaging leaves 1/M of it. After many such batches the
+step is 1/sqrt(M) of the plain one, and dividing s by M makes them equal. A run confirms this: 40 steps of the tests'
+small model on 4 ranks in 2 groups end closest to plain training with c = 2 (the rms difference of the table weights is
+0.025; with c = 0.5, 1 and 4 it is 0.053, 0.038 and 0.036). Scaling the accumulator is the same as fbgemm's own rule
+with lr sqrt(c) and eps sqrt(c), so the fused kernel is used unchanged.
 
-On CUDA, DMPCollection is used unmodified. On a CPU it refuses to start; ``_OnCpu`` is the smallest subclass with
-which it runs: a CUDA device carries it past its assertion, the CPU takes that one's place before process groups are
-made, and placements lose their device index, which a CPU has not.
+On CUDA, DMPCollection is used unmodified. On a CPU it refuses to start. ``_OnCpu`` is the smallest subclass that runs:
+a CUDA device gets it past its assertion, the CPU replaces that device before process groups are made, and placements
+lose their device index, because a CPU has none.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from torchrec.distributed.types import ShardingPlan  # isort: skip
 
 
 class _OnCpu(DMPCollection):
-    """DMPCollection on a CPU; see the module's text."""
+    """DMPCollection on a CPU; see the module's docstring."""
 
     device = property(lambda self: CPU, lambda self, _: None)
 
@@ -78,10 +78,10 @@ def two_d_sp_trainer(
     scale: float | None = None,
     observe: bool = True,
 ) -> TorchRecTrainer:
-    """A Trainer on all ranks in ``groups`` groups, replicas averaged every ``interval`` batches. Collective.
+    """A Trainer on all ranks in ``groups`` groups, whose replicas are averaged every ``interval`` batches. Collective.
 
-    ``scale``: the c of momentum-scaled AdaGrad, None for the number of groups. ``table`` gives the replica of the
-    rank's own group. Raises ValueError if the ranks cannot be split so.
+    ``scale``: the c of momentum-scaled AdaGrad, None for the number of groups. ``table`` returns the replica of the
+    rank's own group. Raises ValueError if the ranks cannot be split into such groups.
     """
     check_groups(dist.get_world_size(), groups)
     return TorchRecTrainer(

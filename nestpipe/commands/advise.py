@@ -21,13 +21,13 @@ from nestpipe.simulator.scenario import Scenario
 
 @dataclass(frozen=True)
 class AdviseCommand(Scenario):
-    """My model, my cluster: which method, how many micro-batches, what limits it, and up to which size?
-    Predicted on virtual clocks; nothing is run."""
+    """For a model and a cluster: which method is best, with how many micro-batches, what limits it, and up to which
+    size? Times are predicted on virtual clocks; nothing is run."""
 
     workers: int = 1536
     """Accelerators."""
     reach: int = 16
-    """Look for changes of the answer from 1/reach of the workers to reach times as many."""
+    """Look for changes in the answer between workers / reach and workers x reach."""
     json: Annotated[Path | None, tyro.conf.arg(help="Write the advice to this file.")] = field(default=None)
 
 
@@ -66,7 +66,7 @@ def _choice(choice: Choice) -> dict[str, object]:
 def _table(advice: Advice, command: AdviseCommand) -> Table:
     table = Table(
         title=f"SIMULATED: {command.hardware}, {command.workers} workers",
-        caption="Milliseconds a step on virtual clocks, exposed parts. limits: how much of the step shrinks in\n"
+        caption="Milliseconds per step on virtual clocks, exposed parts. limits: how much of the step shrinks in\n"
         "proportion to the lane (the two that matter most). *: not plain synchronous training.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -100,6 +100,6 @@ def _sentences(advice: Advice) -> list[str]:
     if not advice.changes:
         lines.append(f"The answer is the same from {advice.smallest} to {advice.largest} workers.")
     else:
-        lines.append(f"Where the answer changes, {advice.smallest} to {advice.largest} workers, sizes to within 2 %:")
+        lines.append(f"Changes of the answer between {advice.smallest} and {advice.largest} workers (to within 2 %):")
         lines += [f"  {change.text}" for change in advice.changes]
     return lines

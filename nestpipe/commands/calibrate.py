@@ -23,14 +23,14 @@ from nestpipe.simulator.profile import local_profile
 
 @dataclass(frozen=True)
 class CalibrateCommand:
-    """Measure this machine on real ranks, and keep it as the hardware profile `local` for `nestpipe simulate` and
+    """Measure this machine on real ranks, and save it as the hardware profile `local` for `nestpipe simulate` and
     `nestpipe advise`."""
 
     measure: Annotated[CalibrateConfig, tyro.conf.arg(name="")] = field(default_factory=CalibrateConfig)
     out: Path | None = None
     """Write the profile to this .toml file instead of the user's configuration folder."""
     validate: bool = False
-    """Then predict four other configurations, run them, and show predicted and measured steps."""
+    """Afterwards predict four other configurations, run them, and show predicted and measured steps."""
     json: Path | None = None
     """Write profile, samples and checks to this file."""
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     checks = predict_and_measure(hardware, command.measure, progress=say) if command.validate else []
     if checks:
         out.print(_table(checks))
-        say(f"mean error {mean_error_pct(checks):.1f} % of {len(checks)} steps, max {_largest(checks):.1f} %")
+        say(f"mean error {mean_error_pct(checks):.1f} % over {len(checks)} steps, max {_largest(checks):.1f} %")
     if command.json:
         data = {
             "hardware": asdict(hardware),
@@ -65,7 +65,7 @@ def _largest(checks: Sequence[Comparison]) -> float:
 
 def _table(checks: Sequence[Comparison]) -> Table:
     table = Table(
-        title=f"SIMULATED beside MEASURED steps, {checks[0].workers} ranks, ms; dense PACED",
+        title=f"SIMULATED and MEASURED steps, {checks[0].workers} ranks, ms; dense PACED",
         caption="configurations that calibration has not seen, predicted before they ran",
         box=box.SIMPLE_HEAD,
     )

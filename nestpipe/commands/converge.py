@@ -18,7 +18,7 @@ from nestpipe.training.convergence import ConvergenceConfig, converge
 @dataclass(frozen=True)
 class ConvergeCommand:
     """Train methods over the same data with several seeds, and write their loss and HR/NDCG curves for Fig. 6.
-    Finished runs are kept: interrupt it and start it again as often as you like."""
+    Finished runs are kept, so you can interrupt it and start it again as often as you like."""
 
     curves: Annotated[ConvergenceConfig, tyro.conf.arg(name="")] = field(default_factory=ConvergenceConfig)
     folder: Path = Path("results/out")

@@ -17,7 +17,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 @dataclass(frozen=True)
 class Doctor:
-    """Check versions, devices, gloo/NCCL, iproute2 and Slurm; name the fix for each thing missing."""
+    """Check versions, devices, gloo/NCCL, iproute2 and Slurm, and say how to fix what is missing."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def as_table(checks: Sequence[Check]) -> Table:
-    """A row per check: status, name, what was found and the fix."""
+    """One row per check: status, name, what was found and the fix."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for _ in range(3):
         table.add_column(overflow="fold")

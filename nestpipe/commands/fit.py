@@ -22,7 +22,7 @@ from nestpipe.simulator.fit.report import Report, full_fit
 from nestpipe.simulator.profile import load_profile
 from nestpipe.simulator.scenario import paper_methods
 
-#: Of the methods, those that the tables of step times have, by the paper's names.
+#: The methods in the tables of step times, by the paper's names.
 _SHOWN = ("TorchRec", "2D-SP", "UniEmb", "NestPipe", "NestPipe+2D-SP")
 
 
@@ -34,13 +34,13 @@ class FitCommand:
     published: Path | None = None
     """Published numbers (default: the project's results/published.csv)."""
     profiles: bool = True
-    """Fit again with the parameters that no search moves at other values (takes some seconds)."""
+    """Fit again with other values of the parameters that are not searched (takes some seconds)."""
     json: Path | None = None
     """Write in_sample, held_out_methods, held_out_scales and the rest to this file."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    from results.published import load_published  # the library does without the folder results
+    from results.published import load_published  # the library does not need the folder results
 
     command = tyro.cli(FitCommand, prog="nestpipe fit", args=arguments)
     rows = load_published(command.published)
@@ -86,7 +86,7 @@ def _new_table(title: str, caption: str, *heads: str) -> Table:
 def _print_errors(out: Console, report: Report) -> None:
     table = _new_table(
         "step times, published (derived from QPS and scaling) and SIMULATED, ms",
-        "errors in percent; held out: learned without the cell",
+        "errors in percent; held out: fitted without the cell",
         "method",
         "n",
         "published",
@@ -123,7 +123,7 @@ def _errors(errors: Errors) -> str:
 def _print_parameters(out: Console, report: Report) -> None:
     table = _new_table(
         f"{len(report.identified)} fitted parameters ({report.parameters} with those chosen by looking)",
-        "shared: part of the variance that comes from trading against the others",
+        "shared: part of the variance that comes from trade-offs with the others",
         "parameter",
         "value",
         "std. error",
@@ -145,8 +145,8 @@ def _print_parameters(out: Console, report: Report) -> None:
 
 def _print_assumptions(out: Console, moved: Sequence[Assumption]) -> None:
     table = _new_table(
-        "assumptions: how the step at 1,536 workers moves, percent,\nif one is 20 % lower and higher",
-        "counts: the nearest that divide; TR TorchRec, NP NestPipe",
+        "assumptions: change of the step at 1,536 workers in percent\nif one is 20 % lower and 20 % higher",
+        "counts: the nearest values that divide; TR TorchRec, NP NestPipe",
         "parameter",
         "value",
         *(name.replace("TorchRec", "TR").replace("NestPipe", "NP") for name in _SHOWN),
@@ -182,7 +182,7 @@ def _print_sweeps(out: Console, sweeps: dict[tuple[bool, float], list[SweepPoint
     first = next(iter(sweeps.values()))
     table = _new_table(
         "Fig. 9, SIMULATED: NestPipe at 1,536 workers, ms by micro-batch size",
-        "cost: fixed dense ms of each micro-batch, the data allow 0 to 4; clustering off:\n"
+        "cost: fixed dense ms of each micro-batch (the data allow 0 to 4); clustering off:\n"
         "keys repeat between micro-batches as measured on synthetic data",
         "clustering",
         "cost",

@@ -12,7 +12,7 @@ from nestpipe.methods import find_method, known_methods
 
 @dataclass(frozen=True)
 class Methods:
-    """List the training methods that are installed, and which method of the paper each one is."""
+    """List the installed training methods, and which method of the paper each one corresponds to."""
 
 
 def main(arguments: Sequence[str]) -> int:

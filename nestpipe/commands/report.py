@@ -13,16 +13,16 @@ from nestpipe.machine.files import require_writable, write_atomically
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Tables and figures from existing records: one report.html with everything in it, and each as files of its own
-    (tables/*.md, .csv, .tex; figures/*.png, .svg). Runs nothing."""
+    """Make tables and figures from existing records: one report.html with everything in it, and separate files for
+    each (tables/*.md, .csv, .tex; figures/*.png, .svg). Nothing is run."""
 
     only: str | None = None
-    """Comma-separated tables and figures, such as table2,fig9: print and write only these, no report.html."""
+    """Comma-separated tables and figures, such as table2,fig9: print and write only these, and no report.html."""
     folder: Path = Path("results/out")
-    """Where records, timelines and outputs are."""
+    """The folder of records, timelines and outputs."""
     records: Path | None = None
-    """Other records: a folder of stores, one store (a sweep's, `run --store`'s), or a file of `run --json` or
-    `pytest suites/ --benchmark`. Report, tables and figures are then written next to them."""
+    """Other records: a folder of stores, one store (of a sweep or of `run --store`), or a file of `run --json` or
+    `pytest suites/ --benchmark`. The report, tables and figures are then written next to them."""
     out: Path | None = None
     """The report (default: report.html in --folder, or next to --records)."""
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReproduceCommand:
-    """Simulate and measure what the tables and figures are made from, then write the report. Finished runs are kept:
-    interrupt it and start it again as often as you like."""
+    """Simulate and measure all that the tables and figures need, then write the report. Finished runs are kept, so you
+    can interrupt it and start it again as often as you like."""
 
     only: str | None = None
     """Comma-separated parts, tables or figures, such as table2,micro-batches (default: all)."""
@@ -34,17 +34,17 @@ class ReproduceCommand:
     size: Literal["full", "tiny"] = "full"
     """full, or tiny: the same runs on very small models, in two or three minutes, to see that everything runs."""
     workers: int = 2
-    """Ranks of the small runs; the large have twice as many."""
+    """Ranks of the small runs; the large runs have twice as many."""
     testbed: str = "netns:200mbit,1ms"
-    """netns:RATE,DELAY (root; falls back to loopback, and says so) or loopback."""
+    """netns:RATE,DELAY (needs root; without it, loopback is used and a note says so) or loopback."""
     hardware: str = "npu-1536-industrial"
-    """Profile of the simulated tables."""
+    """Hardware profile of the simulated tables."""
     rounds: int = 3
     """Interleaved rounds of the measured runs."""
     seed: int = 1
-    """Seeds data, weights and noise."""
+    """Seed of the data, the weights and the noise."""
     again: bool = False
-    """Also measure what is there already."""
+    """Also measure again what has been measured already."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,7 +58,7 @@ def reproduce(command: ReproduceCommand, runner: Runner | None = None) -> int:
 
     parts = _parts(command)
     for run in (run for part in parts for run in part.runs if isinstance(run, RunConfig)):
-        methods_of(run)  # what cannot run is said before anything has
+        methods_of(run)  # reports what cannot run before anything is run
     require_writable_folder(command.folder)
     console = Console(stderr=True)
     began = time.monotonic()
@@ -82,7 +82,7 @@ def _parts(command: ReproduceCommand) -> list[Part]:
     wanted = {name.strip() for name in command.only.split(",")}
     known = {part.name for part in parts} | {name for part in parts for name in part.feeds}
     if unknown := sorted(wanted - known):
-        raise ValueError(f"no part, table or figure '{unknown[0]}': one of {', '.join(sorted(known))}")
+        raise ValueError(f"no part, table or figure '{unknown[0]}': choose one of {', '.join(sorted(known))}")
     return [part for part in parts if part.name in wanted or wanted & set(part.feeds)]
 
 

@@ -57,13 +57,13 @@ def main(arguments: Sequence[str]) -> int:
         for line in _remarks([r.record for r in runs]):
             out.print(line, highlight=False)
         sys.stdout.flush()
-    finally:  # a full disk or a closed pipe behind stdout costs the table, not the files
+    finally:  # a full disk or a closed pipe behind stdout must not lose the files too
         _write(command, runs)
     return 0
 
 
 def _write(command: RunCommand, runs: Sequence[MethodRun]) -> None:
-    """All files that were asked for. One that cannot be written does not cost the others; the first error is raised."""
+    """Write all files that were asked for. If one cannot be written, the others still are. Raises the first error."""
     errors = []
     writes: list[Callable[[], object]] = []
     if path := command.json:
@@ -117,16 +117,16 @@ ROWS = (
     ("exposed communication ratio", "exposed_communication_ratio", "{:.1%}"),
     ("exposed vs. serial's", "exposed_vs_serial", "{:.1%}"),
     ("utilisation", "utilisation", "{:.0%}"),
-    ("embedding MB a step", "embedding_bytes", "{:.2f}"),
+    ("embedding MB per step", "embedding_bytes", "{:.2f}"),
     ("of the minimum", "minimum_embedding_bytes", "{:.2f}x"),
-    ("replica MB a step", "replica_bytes", "{:.2f}"),
+    ("replica MB per step", "replica_bytes", "{:.2f}"),
 )
 
 
 def _table(records: Sequence[Record]) -> Table:
     first = records[0]
     title = f"measured: {first.workers} ranks, {first.testbed}" + (", dense PACED" if first.paced else "")
-    caption = f"{_what(first)}\nmedians over steps, means over ranks; ms a step unless said"
+    caption = f"{_what(first)}\nmedians over steps, means over ranks; ms per step unless stated"
     table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
     for record in records:
@@ -159,10 +159,10 @@ def _cell(record: Record, median: Mapping[str, float], name: str, form: str) -> 
 
 
 def _what(record: Record) -> str:
-    """What was trained, in a line."""
+    """One line on what was trained."""
     data, model = record.config["data"], record.config["model"]
     return (
-        f"{data['dataset']} data, batch {data['batch_size']} a rank; {model['backbone']}, "
+        f"{data['dataset']} data, batch {data['batch_size']} per rank; {model['backbone']}, "
         f"dim {model['embedding_dim']}, {model['dense_layers']} layers, length {model['sequence_length']}"
     )
 
@@ -174,19 +174,21 @@ def _remarks(records: Sequence[Record]) -> list[str]:
             f"±: half the interquartile range over {len(first.steps)} steps. Exposed: on the critical path of the step."
         ]
     else:
-        lines = [f"No step was timed: the first {WARM_UP_STEPS} of a round, and after --resume, are warm-up."]
+        lines = [f"No step was timed: the first {WARM_UP_STEPS} steps of a round, and after --resume, are warm-up."]
     most = max(int(r.config["micro_batches"]) for r in records)
     if most > 1 and first.testbed == "loopback" and not first.paced:
         lines.append(
-            "On loopback, dense not paced, moving data costs the cores that compute: little can overlap. --testbed and "
-            "--pace-dense give links that take time and a stand-in for an accelerator."
+            "On loopback without --pace-dense, moving data takes time from the cores that compute, so little can "
+            "overlap. --testbed gives links that take time, and --pace-dense gives a stand-in for an accelerator."
         )
     if most > first.config["data"]["batch_size"]:
-        lines.append(f"{most} micro-batches of a batch of {first.config['data']['batch_size']}: some are empty.")
+        lines.append(
+            f"{most} micro-batches are more than a batch of {first.config['data']['batch_size']} fills: some are empty."
+        )
     if len(records) > 1:
         gap = max(float(np.max(np.abs(np.subtract(r.losses, first.losses)))) for r in records[1:])
         lines.append(
-            f"largest difference of a step's loss from {first.method}, over {len(first.losses)} steps: {gap:.2g}"
+            f"largest difference in a step's loss from {first.method}, over {len(first.losses)} steps: {gap:.2g}"
         )
     lines += first.notes
     for record in records:

@@ -22,7 +22,7 @@ from nestpipe.schedule.operations import MAX_MICRO_BATCHES, Schedule
 from nestpipe.schedule.stages import STAGES
 from nestpipe.schedule.text import to_text
 
-#: A trace keeps times in floating point: they may be off by a few nanoseconds.
+#: A trace stores times in floating point, so they may be off by a few nanoseconds.
 _CLOCK_NS = 10
 
 
@@ -36,15 +36,15 @@ class ScheduleCommand:
     """Micro-batches per batch, for methods with a frozen window."""
     options: tyro.conf.OmitArgPrefixes[MethodOptions] = field(default_factory=MethodOptions)
     check: bool = False
-    """Say whether this is synchronous training: exit 0, or exit 1 naming each stale read or race."""
+    """Say whether this is synchronous training: exit 0 if it is, else exit 1 and name each stale read or race."""
     text: bool = False
-    """Print the text form instead: edges and state, one operation a line; it can be edited and read back."""
+    """Print the text form instead: edges and state, one operation per line; it can be edited and read back."""
     priced: bool = False
-    """The schedule that the cost model times, and why, if that is not the method's own."""
+    """Use the schedule that the cost model times, and say why if that is not the method's own."""
     trace: Path | None = None
-    """Say whether a recorded run, a file of `nestpipe run --trace`, followed the schedule: exit 0, or exit 1."""
+    """Say whether a recorded run (a file of `nestpipe run --trace`) followed the schedule: exit 0 if so, else 1."""
     all: bool = False
-    """With --check or --trace: every problem instead of the first ten."""
+    """With --check or --trace: show every problem instead of the first ten."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         print(
             f"{schedule.name}: one step t, N = {schedule.micro_batches}; R+1: for batch t+1, E.2: micro-batch 2 of t."
         )
-        print("Time in made-up units; dots: compute idle; '<': began in the step before.\n")
+        print("Time is in made-up units; dots: compute is idle; '<': began in the previous step.\n")
         print(picture)
         letters = dict.fromkeys(op.ref.stage for op in schedule.ops)
         print("\n" + "  ".join(f"{letter} {STAGES[letter].title}" for letter in letters))
@@ -94,11 +94,11 @@ def _compare_with_trace(command: ScheduleCommand, path: Path) -> int:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ValueError(f"--trace {path}: cannot be read: {error}") from None
     if not any(span.stage == "O" for rank in ranks for span in rank):
-        raise ValueError(f"--trace {path}: there is no whole step in it")
+        raise ValueError(f"--trace {path}: it contains no whole step")
     micro_batches = max(span.micro for rank in ranks for span in rank)
     schedule = _find(command.method, command.options).schedule(micro_batches)
     groups = command.options.replica_groups if schedule.replicated else 1
-    # The engine runs no lane that would wait for nobody; a foreign pipeline has the lanes that it declares.
+    # The engine has no lane that would wait for no other rank; a foreign pipeline has the lanes that it declares.
     folded_lanes = folded(schedule, lanes_without_waiting(len(ranks) // groups, len(ranks)))
     sometimes = "D" if command.options.sync_interval > 1 else ""
     sometimes += "EG" if len(ranks) == groups else ""  # one rank a group: TorchRec exchanges nothing
@@ -110,7 +110,7 @@ def _compare_with_trace(command: ScheduleCommand, path: Path) -> int:
     if not texts:
         print(f"{schedule.name}: the run followed the schedule, {steps} steps on {len(ranks)} ranks.")
         return 0
-    print(f"{schedule.name}: the run did NOT follow the schedule, {len(texts)} times in {steps} steps:")
+    print(f"{schedule.name}: the run did NOT follow the schedule ({len(texts)} times in {steps} steps):")
     _print_some(texts, command.all)
     return 1
 
@@ -124,7 +124,7 @@ def _print_some(lines: Sequence[object], every: bool) -> None:
 
 
 def _hints(schedule: Schedule) -> list[str]:
-    """What lies behind many problems at once."""
+    """Causes that each explain many problems at once."""
     there = {op.ref.stage for op in schedule.ops}
     hints = [
         f"there is no {letter} ({stage.title}), which every step needs"
@@ -132,9 +132,7 @@ def _hints(schedule: Schedule) -> list[str]:
         if stage.required == "always" and letter not in there
     ]
     if len(schedule.ops) > 1 and not any(op.after for op in schedule.ops):
-        hints.append(
-            "no operation waits for another: a line 'derive edges' adds the waits that reads and writes ask for"
-        )
+        hints.append("no operation waits for another: a line 'derive edges' adds the waits that reads and writes need")
     return hints
 
 

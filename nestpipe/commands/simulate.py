@@ -37,7 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     names = {record.method for record in records}
     if "torchrec" in names and "serial" not in names:
         print(
-            "- torchrec is TrainPipelineSparseDist, which hides key routing; the paper's TorchRec hides nothing: serial"
+            "- torchrec is TrainPipelineSparseDist, which hides key routing. The paper's TorchRec hides nothing and is "
+            "called serial here."
         )
     for note in records[0].notes:
         out.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
@@ -55,8 +56,8 @@ def table(records: Sequence[Record]) -> Table:
     first = records[0]
     result = Table(
         title=f"SIMULATED: {first.config['hardware']} (from: {first.config['hardware_origin']})",
-        caption="Milliseconds a step on virtual clocks, n workers. x: speed-up over the first method.\n"
-        "scal.: samples/s per worker against the smallest n. lookup, comm.: exposed parts;\n"
+        caption="Milliseconds per step on virtual clocks, n workers. x: speed-up over the first method.\n"
+        "scal.: samples/s per worker relative to the smallest n. lookup, comm.: exposed parts;\n"
         "rest: update, dense sync, skew. use: dense / step.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,

@@ -28,7 +28,7 @@ SweepName = Annotated[str, tyro.conf.Positional]
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Each replaces what the grid's [cluster] says."""
+    """Each option replaces the setting in the grid's [cluster]."""
 
     partition: str | None = None
     """sbatch's --partition."""
@@ -39,17 +39,17 @@ class ClusterOptions:
     time: int | None = None
     """Time limit of a job in minutes."""
     gpus_per_node: int | None = None
-    """GPUs asked for on each node."""
+    """GPUs to ask for on each node."""
     tasks_per_node: int | None = None
     """Workers on each node."""
     setup: tuple[str, ...] | None = None
-    """Shell lines before the ranks start, each in quotes."""
+    """Shell lines to run before the ranks start, each in quotes."""
     parallelism: int | None = None
     """Jobs of an array that run at the same time."""
     max_workers: int | None = None
-    """Points of more workers are simulated instead of run."""
+    """Points with more workers are simulated instead of run."""
     hardware: str | None = None
-    """The simulator's profile, for node hours and for points that are simulated."""
+    """The simulator's hardware profile, for node hours and for points that are simulated."""
     max_timeouts: int | None = None
     """How often a job may reach its time limit before it gives up."""
     checkpoint_every: int | None = None
@@ -77,13 +77,13 @@ class Submit:
     executor: Literal["local", "slurm", "debug"] = "local"
     """local: on this machine, no Slurm needed; slurm: job arrays; debug: one by one, errors in this process."""
     folder: Path | None = None
-    """Where the sweep lives (default: sweeps/GRID); on a cluster a folder that all nodes see."""
+    """The sweep's folder (default: sweeps/GRID); on a cluster, one that all nodes see."""
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
 
 
 @dataclass(frozen=True)
 class Status:
-    """What has become of each point."""
+    """Show the state of each point."""
 
     sweep: SweepName
     """The grid, or the sweep's folder."""
@@ -95,7 +95,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Resume:
-    """Submit again what is missing, failed, cancelled or lost; what runs or is done is not touched."""
+    """Submit points again that are missing, failed, cancelled or lost; those that run or are done are not touched."""
 
     sweep: SweepName
     """The grid, or the sweep's folder."""
@@ -116,7 +116,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Collect:
-    """Bring the results into the record store, for tables and figures. Safe to repeat at any time."""
+    """Copy the results into the record store, for tables and figures. It is safe to repeat at any time."""
 
     sweep: SweepName
     """The grid, or the sweep's folder."""
@@ -137,7 +137,7 @@ Command = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """1 if points of the sweep have failed or results are broken."""
+    """Exit status: 1 if points of the sweep have failed or results are broken."""
     command = tyro.cli(Command, prog="nestpipe sweep", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
     out = wide_console(100)
     if isinstance(command, Preview):

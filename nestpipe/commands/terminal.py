@@ -6,13 +6,13 @@ from rich.console import Console
 
 
 def wide_console(columns: int = 88) -> Console:
-    """A console of at least ``columns`` columns: the tables are made for that."""
+    """A console of at least ``columns`` columns, which the tables need."""
     out = Console()
     return out if out.width >= columns else Console(width=columns)
 
 
 def short_ms(ms: float) -> str:
-    """Milliseconds with one decimal, without one from a second on."""
+    """Milliseconds with one decimal, or with none from one second on."""
     return f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}"
 
 

@@ -13,7 +13,7 @@ from nestpipe.testbed.testbed import testbed_down, testbed_status, testbed_up
 
 @dataclass(frozen=True)
 class Up:
-    """Bring hosts up that stay until `nestpipe testbed down` (a run with --testbed netns:... makes its own)."""
+    """Bring up hosts that stay until `nestpipe testbed down` (a run with --testbed netns:... makes its own)."""
 
     hosts: int = 2
     """Hosts, one network namespace each."""
@@ -25,7 +25,7 @@ class Up:
 
 @dataclass(frozen=True)
 class Down:
-    """Remove the hosts, and those whose owner has died."""
+    """Remove the hosts, and also those whose owner has died."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``nestpipe advise``: my model, my cluster: which method, how many micro-batches, what limits it, and until where?"""
+"""``nestpipe advise``: the best method for a model and a cluster, its micro-batches and limit, and up to which size."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from nestpipe.simulator.virtual_lanes import LanePlan
 
 #: Numbers of micro-batches considered, if they divide the batch.
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-#: A larger number of micro-batches must save this part of a step to be preferred.
+#: A larger number of micro-batches must save this share of a step to be preferred.
 WORTH_IT = 0.002
-#: What the usual lanes hold, in words.
+#: What runs on the usual lanes, in words.
 LANES: Mapping[str, str] = {
     "compute": "dense compute",
     "all2all": "embedding and gradient All2All",
@@ -44,9 +44,9 @@ LANES: Mapping[str, str] = {
 class Choice:
     """A method with its best number of micro-batches at one size.
 
-    ``parts_ms``: where the step goes (names of ``StepTimes``). ``limits``: by lane of the schedule, the elasticity
-    of the step in percent, from the lane's operations taking 10 % less: 100 means that the step is bound by that
-    lane. ``synchronous``: the checker's answer, with its first objection.
+    ``parts_ms``: the parts of the step (names of ``StepTimes``). ``limits``: by lane of the schedule, the elasticity
+    of the step in percent, found by making the lane's operations 10 % shorter: 100 means that the step is bound by
+    that lane. ``synchronous``: the checker's answer; ``objection``: its first objection.
     """
 
     method: str
@@ -74,7 +74,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Change:
-    """From ``workers`` on the best synchronous choice differs from that of fewer workers."""
+    """From ``workers`` on, the best synchronous choice differs from the one for fewer workers."""
 
     workers: int
     before: Choice
@@ -82,12 +82,12 @@ class Change:
 
     @property
     def text(self) -> str:
-        return f"from {self.workers} workers on {self.after.text}; before that {self.before.text}"
+        return f"from {self.workers} workers on: {self.after.text}; before that: {self.before.text}"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """``choices``: every method's best at the asked size, fastest first; ``changes``: at larger and smaller sizes."""
+    """``choices``: every method's best at the given size, fastest first; ``changes``: at larger and smaller sizes."""
 
     choices: tuple[Choice, ...]
     changes: tuple[Change, ...]
@@ -103,14 +103,14 @@ class Advice:
 def advise(config: Scenario, workers: int, reach: int = 16) -> Advice:
     """Choose method and micro-batches for ``workers`` workers.
 
-    ``config.micro_batch`` fixes the micro-batch; ``reach``: sizes from workers / reach to workers x
-    reach are searched for changes. Raises ValueError in one line, as ``resolve``.
+    ``config.micro_batch`` fixes the micro-batch. Sizes from workers / ``reach`` to workers x ``reach`` are searched
+    for changes. Raises ValueError with a message of one line, as ``resolve`` does.
     """
     if reach < 1:
-        raise ClusterError(f"reach is {reach}, must be at least 1")
+        raise ClusterError(f"reach is {reach}; it must be at least 1")
     setting = resolve(config)
     if workers < 1:
-        raise ClusterError(f"workers is {workers}, must be at least 1")
+        raise ClusterError(f"workers is {workers}; it must be at least 1")
     fixed = setting.micro_batches if config.micro_batch is not None else None
     methods = [m for m in setting.methods if not (m.replicated and workers % setting.groups)]
     if not methods:
@@ -156,7 +156,8 @@ def _seconds(setting: Setting, method: Method, workers: Sequence[int], n: int) -
 def _limits(schedule: Schedule, plan: LanePlan, seconds: np.ndarray) -> list[dict[str, float]]:
     """``Choice.limits`` for each column of ``seconds`` [ops, columns].
 
-    A lane is the schedule's own: operations that share a link on a machine, and so a lane of the plan, count apart.
+    Lanes are the schedule's own: operations that share a link on a machine, and so a lane of the plan, are counted
+    separately.
     """
     lane_of = {(op.ref.stage, op.ref.micro): op.lane for op in schedule.ops}
     own = np.array([lane_of[ref.stage, ref.micro] for ref in plan.refs])
@@ -181,7 +182,7 @@ def _best(setting: Setting, methods: Sequence[Method], workers: Sequence[int], f
 def _changes(
     setting: Setting, methods: Sequence[Method], smallest: int, largest: int, fixed: int | None
 ) -> list[Change]:
-    """Sizes at which the best choice or its limit changes, to within 2 %; what comes and goes inside 15 % is missed."""
+    """Sizes at which the best choice or its limit changes, to within 2 %. A change undone within 15 % is missed."""
     unit = setting.groups if any(m.replicated for m in methods) else 1
     best = _best(setting, methods, _grid(smallest, largest, 1.15, unit), fixed)
     inside = [size for a, b in _unlike(best) for size in _grid(a.workers, b.workers, 1.02, unit)[1:-1]]

@@ -1,7 +1,7 @@
 """The cost of an operation: (hardware, workload, stage, workers, micro-batches) -> seconds.
 
-One function for every method. A method is only its schedule and, for two-dimensional sharding,
-the number of replica groups.
+There is one function for every method. Methods differ only in their schedules and, for two-dimensional
+sharding, in the number of replica groups.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _UPDATE_PASSES = 3.0  # row and gradient read, row written
 
 
 class ClusterError(ValueError):
-    """A cluster that cannot be. One line: what is wrong."""
+    """An impossible cluster. The message says in one line what is wrong."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hardware times a number of workers, in ``groups`` replica groups of equal size (1: plain sharding)."""
+    """Workers with the same hardware, in ``groups`` replica groups of equal size (1: plain sharding)."""
 
     hardware: Hardware
     workers: int
@@ -53,7 +53,7 @@ def cluster_of(method: Method, hardware: Hardware, workers: int, groups: int) ->
 def stage_seconds(cluster: Cluster, workload: Workload, micro_batches: int) -> dict[str, float]:
     """Seconds of one operation of each stage (of one micro-batch if the stage has micro-batches), without jitter.
 
-    Collectives: from when all members have entered. Raises ClusterError for more micro-batches than samples.
+    A collective is timed from when all members have entered. Raises ClusterError for more micro-batches than samples.
     """
     if not 1 <= micro_batches <= workload.batch_size:
         raise ClusterError(f"{micro_batches} micro-batches of {workload.batch_size} samples: choose 1..batch size")
@@ -110,7 +110,7 @@ def dense_seconds(hardware: Hardware, workload: Workload, micro_batches: int) ->
 def all2all_seconds(cluster: Cluster, sent: float) -> float:
     """An All2All inside a group, ``sent`` bytes from every worker, spread evenly over the group.
 
-    What stays on the node and what leaves it travel side by side. Congestion between nodes grows
+    Traffic inside a node and traffic that leaves it travel at the same time. Congestion between nodes grows
     linearly with the members: bandwidth(m) = bandwidth / (1 + m / exchange_half_workers).
     """
     h, members = cluster.hardware, cluster.group_size
@@ -140,6 +140,6 @@ def allreduce_seconds(hardware: Hardware, workers: int, size: float) -> float:
 
 
 def lookup_growth(hardware: Hardware, workers: int) -> float:
-    """Key routing and retrieval relative to few workers: linear, and a jump at a tier (cause unexplained)."""
+    """Key routing and retrieval relative to few workers: linear growth, and a jump at a tier (cause not known)."""
     jump = hardware.lookup_tier_penalty if workers > hardware.lookup_tier_workers else 0.0
     return 1 + workers / hardware.lookup_half_workers + jump

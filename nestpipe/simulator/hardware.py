@@ -1,7 +1,7 @@
 """The cluster: rates and latencies of one worker and of what connects the workers. Profiles are TOML.
 
-A rate may be ``inf``: the cost is contained in another one (the published tables, say, know one
-dense time that holds updates and the dense AllReduce).
+A rate may be ``inf`` if its cost is part of another one. The published tables, for example, give one
+dense time that includes updates and the dense AllReduce.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nestpipe.schedule.stages import STAGES
 
 
 class ProfileError(ValueError):
-    """A hardware profile cannot be used. One line: which, what is wrong, what to do."""
+    """A hardware profile cannot be used. The message says in one line which one, what is wrong and what to do."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Hardware:
 
     name: str
     origin: str
-    """How the numbers came about: ``published`` (fitted to them), ``specification`` or ``measured``."""
+    """Where the numbers come from: ``published`` (fitted to them), ``specification`` or ``measured``."""
     flops_per_s: float
-    """Dense forward and backward, achieved by large micro-batches."""
+    """Dense forward and backward, as achieved by large micro-batches."""
     half_rate_samples: float = 0.0
     """Efficiency curve: a micro-batch of b samples runs at b / (b + this) of the rate."""
     forward_share: float = 1 / 3
-    """Part of the dense time of a micro-batch that is forward."""
+    """Share of the dense time of a micro-batch that the forward takes."""
     expand_bytes_per_s: float = math.inf
-    """Laying received rows out key by key before the dense forward, and summing their gradients after the backward."""
+    """Copying received rows into place, key by key, before the dense forward; summing gradients after the backward."""
     hbm_bytes_per_s: float = math.inf
     """Sparse update, dense optimizer and dual-buffer synchronisation."""
     hand_over_s: float = 0.0
@@ -57,21 +57,21 @@ class Hardware:
     collective_latency_s: float = 0.0
     """Fixed time of a collective on two or more workers, whatever its size."""
     peer_latency_s: float = 0.0
-    """All2All: further time per peer."""
+    """All2All: additional time per peer."""
     allreduce_bytes_per_s: float = math.inf
     """AllReduce of dense gradients."""
     exchange_half_workers: float = math.inf
-    """All2All: at this many workers congestion has halved the bandwidth."""
+    """All2All: at this many workers, congestion has halved the bandwidth."""
     lookup_half_workers: float = math.inf
-    """Key routing and retrieval: at this many workers they take twice as long as on few."""
+    """Key routing and retrieval: at this many workers, they take twice as long as on few workers."""
     lookup_tier_workers: float = math.inf
-    """Beyond this many workers lookups slow down at once."""
+    """Beyond this many workers, lookups slow down abruptly."""
     lookup_tier_penalty: float = 0.0
-    """By this many times the lookup on few workers."""
+    """They slow down by this many times the lookup on few workers."""
     replica_lookup: float = 1.0
-    """2D-SP: its lookup relative to that of one group."""
+    """2D-SP: time of its lookup relative to that of one group."""
     replica_sync: float = 1.0
-    """2D-SP: replica synchronisation relative to an All2All of the batch without congestion."""
+    """2D-SP: time of replica synchronisation relative to an All2All of the batch without congestion."""
     overlap_cost: float = 0.0
     """Lanes share a worker's cores: every second hidden behind dense compute lengthens it by this many seconds."""
     one_link: bool = False
@@ -85,7 +85,7 @@ class Hardware:
         positive = {f.name for f in fields(self) if f.name.endswith(("_per_s", "half_workers"))}
         for name in positive | {"lookup_tier_workers", "workers_per_node"}:
             if not getattr(self, name) > 0:
-                raise ProfileError(f"hardware '{self.name}': {name} is {getattr(self, name)}, must be above 0")
+                raise ProfileError(f"hardware '{self.name}': {name} is {getattr(self, name)}; it must be above 0")
         for name in ("half_rate_samples", "overlap_cost", "lookup_tier_penalty", "replica_lookup", "replica_sync"):
             _not_negative(self.name, name, getattr(self, name))
         for name in (f.name for f in fields(self) if f.name.endswith("_s") and f.name not in positive):
@@ -97,12 +97,12 @@ class Hardware:
                 )
             _not_negative(self.name, f"stage_overhead of {stage}", value)
         if not 0 < self.forward_share < 1:
-            raise ProfileError(f"hardware '{self.name}': forward_share is {self.forward_share}, must be inside 0..1")
+            raise ProfileError(f"hardware '{self.name}': forward_share is {self.forward_share}; it must be inside 0..1")
 
 
 def _not_negative(hardware: str, name: str, value: float) -> None:
     if not 0 <= value < math.inf:
-        raise ProfileError(f"hardware '{hardware}': {name} is {value}, must be a number of at least 0")
+        raise ProfileError(f"hardware '{hardware}': {name} is {value}; it must be a number of at least 0")
 
 
 def hardware_from_table(name: str, table: Mapping[str, Any]) -> Hardware:
@@ -127,7 +127,7 @@ def hardware_from_table(name: str, table: Mapping[str, Any]) -> Hardware:
 
 
 def hardware_to_toml(hardware: Hardware, workload: Mapping[str, Any] | None = None) -> str:
-    """A profile file's text; keys at their defaults are left out."""
+    """The text of a profile file; keys at their defaults are left out."""
     defaults: dict[str, Any] = {f.name: {} if f.name == "stage_overhead" else f.default for f in fields(Hardware)}
     lines = ["[hardware]"]
     for name, value in asdict(hardware).items():

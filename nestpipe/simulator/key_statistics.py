@@ -19,7 +19,7 @@ def known_statistics() -> list[str]:
 def load_statistics(name: str) -> KeyStatistics:
     """Measured statistics that ship with the package. Raises WorkloadError, listing the known ones."""
     if name not in known_statistics():
-        raise WorkloadError(f"unknown key statistics '{name}': one of {', '.join(known_statistics())}")
+        raise WorkloadError(f"unknown key statistics '{name}': choose one of {', '.join(known_statistics())}")
     text = (files("nestpipe.simulator") / "workloads" / f"{name}.json").read_text(encoding="utf-8")
     return statistics_from_json(json.loads(text))
 

@@ -1,4 +1,4 @@
-"""A profile: a cluster's hardware and the workload that it is usually asked about, from one TOML file."""
+"""A profile: a cluster's hardware and its usual workload, from one TOML file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ GROUPS = 4
 
 @dataclass(frozen=True)
 class Profile:
-    """``reference``: published times that ``hardware`` was made from (None: specification or measurement).
+    """``reference``: published times that ``hardware`` was derived from (None: specification or measurement).
 
-    ``workers``: usual counts; ``groups``: 2D-SP's replica groups.
+    ``workers``: usual numbers of workers; ``groups``: 2D-SP's replica groups.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Profile:
 
 
 def load_profile(name: str) -> Profile:
-    """A shipped profile by name, or a TOML file. Raises ProfileError in one line."""
+    """A shipped profile by name, or a TOML file. Raises ProfileError with a message of one line."""
     tables = load_profile_text(name)
     unknown = set(tables) - {"profile", "reference", "hardware", "workload"}
     if unknown:
@@ -66,7 +66,7 @@ def workload_from_table(name: str, table: Mapping[str, Any]) -> Workload:
         known = {f.name for f in fields(Workload)}
         for key, value in values.items():
             if key not in known or not isinstance(value, int) or isinstance(value, bool):
-                raise ProfileError(f"hardware '{name}': [workload] {key} = {value!r}: unknown, or no whole number")
+                raise ProfileError(f"hardware '{name}': [workload] {key} = {value!r}: unknown, or not a whole number")
         return Workload(keys=keys, **values)
     except WorkloadError as error:
         raise ProfileError(f"hardware '{name}': {error}") from error
@@ -81,13 +81,13 @@ def resized(
 ) -> Workload:
     """Another model on the same data.
 
-    Keys per sample follow the length (of histories, which are assumed longer than any window), and
-    distinct keys of a batch the power law that the router's measurement shows over workers.
+    Keys per sample follow the sequence length: histories are assumed to be longer than any window. Distinct keys of a
+    batch follow the power law that the router's measurement shows over workers.
     """
     keys, length = workload.keys, sequence_length or workload.sequence_length
     for name, value in (("sequence length", length), ("batch size", batch_size or workload.batch_size)):
         if value < 1:
-            raise WorkloadError(f"{name} is {value}, must be at least 1")
+            raise WorkloadError(f"{name} is {value}; it must be at least 1")
     per_sample = keys.keys_per_sample * (length + workload.negatives) / (workload.sequence_length + workload.negatives)
     more = per_sample / keys.keys_per_sample * (batch_size or workload.batch_size) / workload.batch_size
     share = min(1.0, keys.distinct_share * more ** (keys.rows_exponent - 1))
@@ -102,7 +102,7 @@ def resized(
 
 
 def local_profile() -> Path:
-    """Where ``nestpipe calibrate`` keeps this machine's profile, known as ``local``."""
+    """The file in which ``nestpipe calibrate`` saves this machine's profile, known as ``local``."""
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "nestpipe" / "local.toml"
 
@@ -129,7 +129,7 @@ def load_profile_text(name_or_path: str) -> dict[str, Any]:
             raise ProfileError(f"hardware '{name_or_path}': no such file")
         else:
             known = ", ".join(known_profiles())
-            raise ProfileError(f"unknown hardware '{name_or_path}': one of {known}, local, or a .toml file")
+            raise ProfileError(f"unknown hardware '{name_or_path}': choose one of {known}, local, or a .toml file")
         return tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ProfileError(f"hardware '{name_or_path}': cannot be read as TOML ({error})") from error

@@ -1,4 +1,4 @@
-"""What published step times say of a cluster, and the rates that follow from them."""
+"""What published step times say about a cluster, and the rates that follow from them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from nestpipe.simulator.workload import Workload
 
 @dataclass(frozen=True)
 class Reference:
-    """What published step times say of a cluster, in ms, for one workload on it; ``hardware`` turns it into rates.
+    """What published step times say about a cluster, in ms, for one workload; ``reference_hardware`` makes rates of it.
 
     All2All, both directions of a batch: C(n) = exchange_ms + exchange_per_worker_ms n (times
-    (n - 1) / n: a worker keeps what is its own). Lookup: L(n) = lookup_ms + lookup_per_worker_ms n +
-    lookup_jump_ms [n > tier_workers], a ``routing_share`` of which is key routing, the rest retrieval.
+    (n - 1) / n: a worker keeps its own part). Lookup: L(n) = lookup_ms + lookup_per_worker_ms n +
+    lookup_jump_ms [n > tier_workers]. A share ``routing_share`` of it is key routing, the rest is retrieval.
     """
 
     dense_ms: float
-    """Forward and backward of a batch, updates and dense AllReduce contained."""
+    """Forward and backward of a batch, including updates and the dense AllReduce."""
     hand_over_ms: float
     """Lookup that stays exposed when lookups are pipelined."""
     exchange_ms: float
@@ -37,15 +37,15 @@ class Reference:
     tier_workers: int = 384
     """The lookup jumps beyond this many workers."""
     routing_share: float = 0.5
-    """Part of the lookup that is key routing."""
+    """Share of the lookup that is key routing."""
     forward_share: float = 1 / 3
-    """Part of the dense time that is forward."""
+    """Share of the dense time that the forward takes."""
     micro_batches: int = 8
-    """Of FWP."""
+    """Micro-batches of FWP."""
     micro_batch_ms: float = 0.9
-    """Further dense time of every micro-batch (the efficiency curve)."""
+    """Additional dense time of every micro-batch (the efficiency curve)."""
     at_workers: int = 1
-    """Where the times hold, for data whose rows per owner shrink with the workers."""
+    """Number of workers at which the times hold, for data whose rows per owner shrink with the workers."""
 
 
 def reference_from_table(name: str, table: Mapping[str, float]) -> Reference:
@@ -64,7 +64,7 @@ def reference_hardware(name: str, reference: Reference, workload: Workload, note
     r = reference
     for key in ("dense_ms", "exchange_ms", "lookup_ms"):
         if not getattr(r, key) > 0:
-            raise ProfileError(f"hardware '{name}': {key} is {getattr(r, key)}, must be above 0")
+            raise ProfileError(f"hardware '{name}': {key} is {getattr(r, key)}; it must be above 0")
     moved = workload.rows(r.at_workers) * workload.row_bytes
     sent = workload.distinct * workload.embedding_bytes
     ring = 2 * (r.groups - 1) / r.groups * r.exchange_ms / 2
@@ -89,7 +89,7 @@ def reference_hardware(name: str, reference: Reference, workload: Workload, note
 
 
 def _half(base: float, slope: float) -> float:
-    """Workers at which the part that grows by ``slope`` a worker is as long as ``base``."""
+    """Number of workers at which the part that grows by ``slope`` per worker is as long as ``base``."""
     return base / slope if slope > 0 else math.inf
 
 

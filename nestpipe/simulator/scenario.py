@@ -1,4 +1,4 @@
-"""``nestpipe simulate``: step times on clusters that nobody has at hand, as records of kind ``simulated``."""
+"""``nestpipe simulate``: step times on clusters that are not available, as records of kind ``simulated``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ALL = ("serial", "torchrec", "2d-sp", "uniemb", "dbp-only", "fwp-only", "nestpip
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model on a cluster, as options; None: the profile's."""
+    """A model on a cluster, as options. None means the profile's value."""
 
     hardware: str = "npu-1536-industrial"
     """A shipped profile (npu-1536-industrial, gpu-128-kuairand, h100-ib), `local` (see calibrate), or a .toml file."""
     methods: str = "all"
-    """Comma-separated methods (registered ones of your own and schedule files too), or all of the paper's."""
+    """Comma-separated methods (your own registered methods and schedule files too), or all: those of the paper."""
     micro_batch: int | None = None
     """Samples per micro-batch, for methods with a frozen window (default: an eighth of the batch; `advise` chooses)."""
     batch_size: int | None = None
@@ -43,7 +43,7 @@ class Scenario:
     sequence_length: int | None = None
     """Items per sample."""
     clustering: Literal["profile", "off"] = "profile"
-    """off: keys repeat between micro-batches as the router measured it on unclustered KuaiRand-like data."""
+    """off: keys repeat between micro-batches as the router measured on unclustered KuaiRand-like data."""
     groups: int | None = None
     """Replica groups of two-dimensional sharding (default: the profile's)."""
 
@@ -58,12 +58,12 @@ class SimulateConfig(Scenario):
     """Steps to report, after the pipeline has filled."""
     noise: Noise = field(default_factory=Noise)
     seed: int = 1
-    """Seeds the noise."""
+    """Seed of the noise."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A configuration resolved: what to simulate on what."""
+    """A resolved configuration: what to simulate, and on which hardware."""
 
     profile: Profile
     workload: Workload
@@ -72,8 +72,8 @@ class Setting:
     micro_batches: int
     groups: int
     leaves_out: bool = False
-    """Methods with replicated tables are left out if there are fewer workers than groups: none was asked for by
-    name."""
+    """Whether to leave out methods with replicated tables if there are fewer workers than groups. This is so if nobody
+    has asked for methods or groups."""
 
     def fits(self, method: Method, workers: int) -> bool:
         return not (self.leaves_out and method.replicated and workers < self.groups)
@@ -85,7 +85,7 @@ class Setting:
 def resolve(config: Scenario, workers: str = "") -> Setting:
     """Look everything up; ``workers`` as in ``SimulateConfig``.
 
-    Raises ValueError (ProfileError, UnknownMethod, ClusterError, WorkloadError), one line.
+    Raises ValueError (ProfileError, UnknownMethod, ClusterError, WorkloadError) with a message of one line.
     """
     profile = load_profile(config.hardware)
     methods = tuple(priced_methods(config.methods))
@@ -107,14 +107,15 @@ def resolve(config: Scenario, workers: str = "") -> Setting:
 
 
 def priced_methods(names: str) -> list[Method]:
-    """Methods by comma-separated name, or file with a schedule in text form; ``all``: those of ALL.
+    """Methods by comma-separated names, which may be files with a schedule in text form; ``all``: those of ALL.
 
-    Raises UnknownMethod, listing the known ones, also for one that the cost model cannot price; ScheduleError.
+    Raises UnknownMethod, which lists the known ones, also for a method that the cost model cannot price. Raises
+    ScheduleError for a bad file.
     """
     known = known_methods()
     wanted = [name for name in ALL if name in known] if names.strip() == "all" else names_in(names)
     if not wanted:
-        raise UnknownMethod(f"no method named: one or more of {', '.join(known)}, or all")
+        raise UnknownMethod(f"no method is named: choose one or more of {', '.join(known)}, or all")
     files = [name for name in wanted if name not in known and Path(name).is_file()]
     methods = [method_from_file(name) if name in files else find_method(name) for name in dict.fromkeys(wanted)]
     for method in methods:
@@ -129,13 +130,13 @@ def paper_methods() -> dict[str, Method]:
 
 
 def worker_counts(text: str, profile: Profile) -> tuple[int, ...]:
-    """``128,256``. Raises ClusterError."""
+    """The numbers in text such as ``128,256``, or the profile's if it is empty. Raises ClusterError."""
     if not text.strip():
         return profile.workers
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ClusterError(f"workers '{text}': expected whole numbers with commas, as in 128,256") from None
+        raise ClusterError(f"workers '{text}': expected whole numbers separated by commas, as in 128,256") from None
     if min(counts) < 1:
         raise ClusterError(f"workers '{text}': each must be at least 1")
     return counts
@@ -156,9 +157,9 @@ def micro_batches_of(workload: Workload, micro_batch: int | None, profile: Profi
 def simulate(config: SimulateConfig) -> list[Record]:
     """One record of kind ``simulated`` per number of workers and method, in that order. Raises as ``resolve``."""
     if config.steps < 1:
-        raise ClusterError(f"steps is {config.steps}, must be at least 1")
+        raise ClusterError(f"steps is {config.steps}; it must be at least 1")
     setting = resolve(config, config.workers)
-    # All before any is timed: what cannot be simulated is then said at once.
+    # All are made before any is timed, so that what cannot be simulated is reported at once.
     clusters = {
         (workers, method): setting.cluster(method, workers)
         for workers in setting.workers
@@ -236,7 +237,7 @@ def _left_out(setting: Setting, workers: int) -> tuple[str, ...]:
 
 
 def _key_notes(workload: Workload) -> tuple[str, ...]:
-    """Where key repetition comes from, and how far its extrapolation was off if that could be seen."""
+    """The source of the key statistics, and the error of their extrapolation if it could be measured."""
     keys = workload.keys
     off = f"; extrapolated to more workers, {keys.error:.1%} off at the largest count held out" if keys.error else ""
     return (f"keys: {keys.source}{off}",)

@@ -1,4 +1,4 @@
-"""Time a method on a cluster: schedule and cost model in, the same account of steps as a real run out."""
+"""Times a method on a cluster by its schedule and the cost model; the account of steps is that of a real run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from nestpipe.simulator.cost import Cluster, price, stage_seconds
 from nestpipe.simulator.virtual_lanes import LanePlan, lane_plan, run_lanes
 from nestpipe.simulator.workload import Workload
 
-#: Batches at the start and at the end of a run that are not reported: the pipeline fills, and drains.
+#: Batches at the start and at the end of a run that are not reported: the pipeline fills and drains.
 WARM_UP, DRAIN = 6, 4
-#: Steps that a steady step is the mean of: a pipeline held up by a host stage may alternate between longer and shorter.
+#: Steps that a steady step is the mean of: if a host stage limits a pipeline, long and short steps may alternate.
 STEADY_STEPS = 12
 
 
@@ -34,16 +34,18 @@ class Noise:
     length_imbalance: float = 0.0
     """Length of a worker's samples: new for every batch, on its dense operations."""
     stragglers: float = 0.0
-    """Part of the workers that is slow ..."""
+    """Share of the workers that are slow ..."""
     straggler_slowdown: float = 0.2
     """... and by how much, on all local operations."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not 0 <= value < np.inf:
-                raise ValueError(f"noise: {name.replace('_', ' ')} is {value}, must be at least 0")
+                raise ValueError(f"noise: {name.replace('_', ' ')} is {value}; it must be at least 0")
         if self.stragglers > 1:
-            raise ValueError(f"noise: stragglers is {self.stragglers}, a part of the workers, must be at most 1")
+            raise ValueError(
+                f"noise: stragglers is {self.stragglers}; it is a share of the workers and must be at most 1"
+            )
 
     @property
     def silent(self) -> bool:
@@ -52,9 +54,9 @@ class Noise:
 
 @dataclass(frozen=True)
 class NoisyDurations:
-    """``Durations`` made a row at a time: mean seconds per operation, times the factors of its workers.
+    """``Durations`` computed one row at a time: mean seconds per operation, times the factors of its workers.
 
-    A row depends only on (seed, operation's number), so it is the same whenever it is asked for.
+    A row depends only on the seed and the operation's number, so it is the same each time it is read.
     """
 
     plan: LanePlan
@@ -119,10 +121,10 @@ def simulate_timeline(
     noise: Noise = Noise(),
     seed: int = 1,
 ) -> Timeline:
-    """Virtual timeline of ``steps`` steps after the pipeline has filled, every worker a column.
+    """Virtual timeline of ``steps`` steps after the pipeline has filled, with one column per worker.
 
-    ``stages``: seconds by stage, see ``method_seconds``. Without noise all workers are alike, and one column stands
-    for all of them.
+    ``stages``: seconds by stage, see ``method_seconds``. Without noise all workers are alike, and there is only one
+    column, for all of them.
     """
     plan = method_plan(method, micro_batches, WARM_UP + steps + DRAIN, cluster.hardware.one_link)
     seconds = seconds_per_op(plan, [stages])
@@ -140,8 +142,8 @@ def simulate_timeline(
 def method_seconds(method: Method, cluster: Cluster, workload: Workload, micro_batches: int) -> dict[str, float]:
     """``stage_seconds`` with the method's number of micro-batches.
 
-    If hiding something costs dense compute time (``Hardware.overlap_cost``), F and B hold it; how much the method
-    hides is found by a simulation without that cost.
+    If hiding something costs dense compute time (``Hardware.overlap_cost``), F and B include that time. How much the
+    method hides is found by a simulation without that cost.
     """
     n, h = method.micro_batches_of(micro_batches), cluster.hardware
     seconds = stage_seconds(cluster, workload, n)
@@ -162,7 +164,7 @@ def simulate_steps(
     noise: Noise = Noise(),
     seed: int = 1,
 ) -> StepTimes:
-    """Account of the ``steps`` steps in the middle of ``simulate_timeline``: same definition as for a real run."""
+    """Account of the ``steps`` steps in the middle of ``simulate_timeline``, defined as for a real run."""
     return _middle(step_times(simulate_timeline(method, cluster, stages, micro_batches, steps, noise, seed)), steps)
 
 
@@ -177,7 +179,7 @@ def steady_account(
 ) -> dict[str, np.ndarray]:
     """Milliseconds of a steady step under each of several cost tables (one worker each), by name of ``StepTimes``.
 
-    All tables run in one pass; the mean over STEADY_STEPS steps.
+    All tables run in one pass. The values are means over STEADY_STEPS steps.
     """
     plan = steady_plan(method, micro_batches, one_link)
     times = _middle(step_times(run_lanes(plan, seconds_per_op(plan, stages), independent=True)), STEADY_STEPS)
@@ -185,7 +187,7 @@ def steady_account(
 
 
 def steady_plan(method: Method, micro_batches: int, one_link: bool = False) -> LanePlan:
-    """The plan that a steady step is cut out of."""
+    """The plan from which a steady step is cut."""
     return method_plan(method, micro_batches, WARM_UP + STEADY_STEPS + DRAIN, one_link)
 
 

@@ -1,8 +1,8 @@
 """Virtual-time lanes: when each operation of a schedule would run, given how long each takes.
 
-The order of operations is static, so a run is one pass over the unrolled schedule: an operation
-starts when its lane is free and what it waits for is done; a collective proceeds when the last
-member of its group has entered. All workers are computed at once.
+The order of operations is static, so a run is one pass over the unrolled schedule. An operation
+starts when its lane is free and everything that it waits for is done. A collective proceeds when
+the last member of its group has entered. All workers are computed at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Durations(Protocol):
 
 @dataclass(frozen=True)
 class LanePlan:
-    """An unrolled schedule made ready to be timed many times.
+    """An unrolled schedule, prepared for being timed many times.
 
     ``order``: indices of the operations in a legal order; ``needs``: per operation, indices of what
     must be done before it; ``before``: the same as a table, see ``trace.Timeline``.
@@ -60,9 +60,9 @@ def lane_plan(ops: Sequence[Op]) -> LanePlan:
 def virtual_timeline(ops: Sequence[Op], duration: Durations, group_size: int | None = None) -> Timeline:
     """Run ``ops`` (unrolled) on virtual clocks.
 
-    ``duration``: seconds, float64 [ops, workers], for a collective from when all have entered.
-    ``group_size``: workers that an All2All or key exchange joins, consecutive ones (default: all);
-    AllReduce joins all. Raises ValueError if the workers cannot be split so.
+    ``duration``: seconds, float64 [ops, workers]; a collective's count from when all members have entered.
+    ``group_size``: number of consecutive workers that an All2All or key exchange joins (default: all);
+    AllReduce joins all. Raises ValueError if the workers cannot be split into such groups.
     """
     return run_lanes(lane_plan(ops), duration, group_size)
 
@@ -70,10 +70,10 @@ def virtual_timeline(ops: Sequence[Op], duration: Durations, group_size: int | N
 def run_lanes(
     plan: LanePlan, duration: Durations, group_size: int | None = None, independent: bool = False
 ) -> Timeline:
-    """``virtual_timeline`` of a plan. Replica synchronisation joins the workers of the same place in every group.
+    """``virtual_timeline`` of a plan. Replica synchronisation joins the workers at the same place in every group.
 
-    ``independent``: no collective joins anybody. The columns are then clusters of one representative worker each:
-    many configurations in one pass.
+    ``independent``: no collective joins any workers. Each column is then its own cluster with one representative
+    worker, so many configurations run in one pass.
     """
     workers = duration.shape[1]
     joined = 1 if independent else group_size or workers

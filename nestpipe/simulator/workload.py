@@ -1,7 +1,7 @@
-"""The workload: what one batch costs in operations, bytes, rows and keys, whatever the cluster.
+"""The workload: what one batch costs in operations, bytes, rows and keys on any cluster.
 
 Counts of keys come from ``KeyStatistics``, which the project's own router measures (see
-``sampling``); the rest follows from the model's dimensions.
+``calibrate.key_sampling``); the rest follows from the model's dimensions.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 
 
 class WorkloadError(ValueError):
-    """A workload that cannot be. One line: what is wrong."""
+    """An impossible workload. The message says in one line what is wrong."""
 
 
 @dataclass(frozen=True)
 class KeyStatistics:
     """How the keys of batches repeat.
 
-    ``keys_per_sample``: looked up, before deduplication. ``distinct_share``: distinct keys of a
+    ``keys_per_sample``: keys looked up, before deduplication. ``distinct_share``: distinct keys of a
     worker's batch / its keys. ``duplication``: by micro-batches N, keys that travel / distinct keys.
     ``rows_exponent``: distinct rows of the whole cluster's batch grow as workers to this power (Heaps'
-    law). ``overlap``, ``overlap_growth``: share of a batch's rows that the batch before touched too,
-    on one worker and per doubling of the workers. ``error``: relative error of the
-    extrapolation to more workers, seen on the largest sample held out.
+    law). ``overlap``, ``overlap_growth``: share of a batch's rows that the previous batch touched too,
+    on one worker, and its growth per doubling of the workers. ``error``: relative error of the
+    extrapolation to more workers, measured on the largest sample, which was held out.
     """
 
     keys_per_sample: float
@@ -62,13 +62,13 @@ class Workload:
     width: int = 512
     """Elements of the dense network's hidden state."""
     sequence_length: int = 1024
-    """Items per sample that the dense network pays for."""
+    """Items per sample that the dense network computes."""
     batch_size: int = 512
     """Samples per worker and step."""
     negatives: int = 64
     """Sampled negatives per sample."""
     state_elements: int = 1
-    """Optimizer state per row, moved with it between host and device (row-wise AdaGrad: 1)."""
+    """Elements of optimizer state per row, moved with it between host and device (row-wise AdaGrad: 1)."""
 
     pace_dense_s: float = 0.0
     """Dense forward and backward of a batch last at least this long (see models/pacing.py)."""
@@ -76,7 +76,7 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("embedding_dim", "dense_layers", "width", "sequence_length", "batch_size"):
             if getattr(self, name) < 1:
-                raise WorkloadError(f"{name.replace('_', ' ')} is {getattr(self, name)}, must be at least 1")
+                raise WorkloadError(f"{name.replace('_', ' ')} is {getattr(self, name)}; it must be at least 1")
         if self.negatives < 0 or self.state_elements < 0:
             raise WorkloadError("negatives and optimizer state cannot be negative")
 
@@ -86,7 +86,7 @@ class Workload:
 
         HSTU (arXiv 2402.17152), per position of t and block of width w: projections to U, V, Q, K and
         back 10 w^2, attention 4 t w (computed over all t positions, masked after); a linear layer from
-        the embedding, and the dot products with 1 + negatives items. A multiply-add is two.
+        the embedding, and the dot products with 1 + negatives items. A multiply-add counts as two.
         """
         t, w, d = self.sequence_length, self.width, self.embedding_dim
         per_position = self.dense_layers * (10 * w * w + 4 * t * w) + 4 * d * w + 2 * (1 + self.negatives) * d

@@ -1,11 +1,12 @@
-"""Checkpoints: a method's whole state after a step, on all ranks or not at all.
+"""Checkpoints: a method's whole state after a step, saved on all ranks or not at all.
 
     DIR/METHOD/step-00000012/rank-0.pt ...   plain tensors and numbers (torch.save), read back with weights_only
     DIR/METHOD/step-00000012/manifest.json   written last: step, ranks, configuration, a SHA-256 of each file
 
-A checkpoint is written next to its place and renamed into it once every rank's file is on disk, so a folder of that
-name is whole; what a killed run left half-written is another name and is removed by the next save. Batches in flight
-are not kept but read again: the loader's position follows from the step. All ranks of a job share the file system.
+A checkpoint is written under a temporary name and is renamed once every rank's file is on disk, so a folder with a
+final name is complete. What a killed run left half-written still has its temporary name, and the next save removes it.
+Batches in flight are not saved but read again: the loader's position follows from the step. All ranks of a job share
+the file system.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ SameSample = Callable[[int, int], int | None]
 
 
 class CheckpointError(ValueError):
-    """The checkpoint cannot be resumed, or nothing could be written; one line says why and what to do."""
+    """The checkpoint cannot be resumed or cannot be written; the message says in one line why and what to do."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """``files``: SHA-256 by file name, in rank order; ``settings``: those that decide what is learned."""
+    """``files``: SHA-256 by file name, in rank order. ``settings``: the settings that decide what is learned."""
 
     path: Path
     method: str
@@ -53,14 +54,16 @@ class Manifest:
     files: Mapping[str, str]
 
     def require(self, settings: Mapping[str, Any]) -> None:
-        """Raises CheckpointError naming the first of ``settings`` that differs here."""
+        """Raises CheckpointError if one of ``settings`` differs here, and names the first that does."""
         for name, value in settings.items():
             if self.settings.get(name) != value:
                 there = self.settings.get(name)
-                raise CheckpointError(f"{self.path} is of another run: {name} was {there!r} there and is {value!r} now")
+                raise CheckpointError(
+                    f"{self.path} is from another run: {name} was {there!r} there and is {value!r} now"
+                )
 
 
-#: ``identity`` is the file's name for the settings.
+#: In the file, the settings are called ``identity``.
 _MANIFEST_KINDS = {"method": str, "step": int, "ranks": int, "identity": dict, "files": dict}
 
 
@@ -84,7 +87,7 @@ def newest(folder: Path) -> Manifest | None:
 
 @contextlib.contextmanager
 def only_writer(folder: str | None) -> Iterator[None]:
-    """No other run of this machine saves to ``folder`` meanwhile. Raises CheckpointError if one does."""
+    """Within the block, no other run on this machine saves to ``folder``. Raises CheckpointError if one does."""
     if not folder:
         yield
         return
@@ -106,9 +109,9 @@ class Checkpoints:
     settings: Mapping[str, Any]
 
     def save(self, trainer: Trainer, results: Sequence[StepResult]) -> None:
-        """The state between two steps, and the ``results`` so far.
+        """Save the state between two steps, and the ``results`` so far.
 
-        Raises CheckpointError on every rank if one cannot write.
+        Raises CheckpointError on every rank if one of them cannot write.
         """
         step = trainer.trained
         place, rank = self.folder / f"step-{step:08d}", dist.get_rank()
@@ -141,7 +144,7 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
     def load(self, trainer: Trainer, same_sample: SameSample) -> list[StepResult] | None:
-        """Bring ``trainer`` to the newest checkpoint; the results so far, None if there is no checkpoint.
+        """Bring ``trainer`` to the newest checkpoint. Returns the results so far, or None if there is no checkpoint.
 
         Raises CheckpointError on every rank, before any has changed its state, for a file that does not match its
         checksum, another configuration, or a number of ranks that the method cannot resume with.
@@ -165,18 +168,18 @@ class Checkpoints:
             resharded = cast(Reshardable, trainer).resharded([state["trainer"] for state in states], step)
         except ValueError as error:
             raise CheckpointError(f"cannot resume {manifest.path} with {ranks} ranks: {error}") from error
-        # Steps of another number of ranks are other steps: there are no results yet.
+        # With another number of ranks the steps are different ones, so there are no results yet.
         return {"trainer": resharded, "results": [], "random": states[0]["random"]}
 
 
 def require_resumable(manifest: Manifest, ranks: int, same_sample: SameSample, reshards: bool) -> int:
-    """The step at which ``ranks`` ranks resume a checkpoint of another number of them.
+    """The step at which ``ranks`` ranks resume a checkpoint of another number of ranks.
 
     Raises CheckpointError if they cannot. ``reshards``: whether the method can be resumed on other ranks at all.
     """
     there = f"cannot resume {manifest.path} ({manifest.ranks} ranks) with {ranks} ranks:"
     if not reshards:
-        raise CheckpointError(f"{there} {manifest.method}'s shards fit their own number of ranks only")
+        raise CheckpointError(f"{there} {manifest.method}'s shards only fit their own number of ranks")
     step = same_sample(manifest.step, manifest.ranks)
     if step is None:
         raise CheckpointError(f"{there} its {manifest.step} steps end inside a step of {ranks} ranks")
@@ -184,7 +187,7 @@ def require_resumable(manifest: Manifest, ranks: int, same_sample: SameSample, r
 
 
 def _write(path: Path, state: Any) -> str:
-    """SHA-256 of the file, which is on disk then."""
+    """Write ``state`` and wait until it is on disk. Returns the SHA-256 of the file."""
     with path.open("w+b") as file:
         torch.save(state, file)
         file.flush()
@@ -195,7 +198,7 @@ def _write(path: Path, state: Any) -> str:
 
 def _verified(manifest: Manifest, name: str) -> dict[str, Any]:
     path = manifest.path / name
-    advice = f"remove {manifest.path.name} to resume from the checkpoint before"
+    advice = f"remove {manifest.path.name} to resume from the previous checkpoint"
     try:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != manifest.files[name]:
@@ -224,7 +227,8 @@ def _sync(folder: Path) -> None:
 
 
 def _each_rank(work: Callable[[], Any], share: bool = True) -> Any:
-    """``work`` on every rank: all results (``share``) or this one's; if one fails, all raise CheckpointError."""
+    """Do ``work`` on every rank. Returns all results (``share``) or this rank's. If one fails, all raise
+    CheckpointError."""
     result, failure = None, None
     try:
         result = work()
@@ -237,5 +241,5 @@ def _each_rank(work: Callable[[], Any], share: bool = True) -> Any:
 
 
 def _first_rank(work: Callable[[], Any]) -> Any:
-    """What ``work`` gives on rank 0, on every rank; if it fails, all raise CheckpointError."""
+    """Do ``work`` on rank 0. Returns its result on every rank. If it fails, all raise CheckpointError."""
     return _each_rank(lambda: work() if dist.get_rank() == 0 else None)[0]

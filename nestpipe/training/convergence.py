@@ -1,8 +1,8 @@
 """Convergence of methods over the same data and seeds: curves of loss and ranking quality (the paper's Fig. 6, RQ2).
 
 Each method can be paired with ``METHOD~ulp``: the same method with one dense weight moved by one unit in the last place
-before the first step. How far that run drifts from its twin is what only rounding does to training; a method that
-computes the same updates in another order should drift no further, one that reads stale rows does.
+before the first step. The drift of that run from its twin shows what rounding by itself does to training. A method that
+computes the same updates in another order should drift no further. A method that reads stale rows drifts further.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SCHEMA = "nestpipe-convergence-1"
 @dataclass(frozen=True)
 class ConvergenceConfig:
     """Train methods over the same data with several seeds, and write their loss and HR/NDCG curves for Fig. 6.
-    Finished runs are kept: interrupt it and start it again as often as you like."""
+    Finished runs are kept, so you can interrupt it and start it again as often as you like."""
 
     methods: str = "torchrec,torchrec~ulp,2d-sp,uniemb,nestpipe,serial(8)"
     """Comma-separated methods; METHOD~ulp moves one weight by one unit in the last place before it starts."""
@@ -47,13 +47,13 @@ class ConvergenceConfig:
     workers: int = 2
     """Rank processes."""
     steps: int = 1500
-    """Steps of a run."""
+    """Steps per run."""
     evaluations: int = 5
-    """Evaluations of a run, evenly spread, the last after the last step."""
+    """Evaluations per run, evenly spread; the last one follows the last step."""
     micro_batches: int = 8
     """Micro-batches per batch, for methods with a frozen window."""
     replica_groups: int = 2
-    """Groups of ranks that hold a whole copy of the tables each, for 2d-sp."""
+    """Groups of ranks, each with a whole copy of the tables, for 2d-sp."""
     data: DataConfig = field(
         default_factory=lambda: DataConfig(data_scale=0.002, users=28_000, batch_size=128, negatives=32)
     )
@@ -64,13 +64,13 @@ class ConvergenceConfig:
 
     def __post_init__(self) -> None:
         if not self.method_names or min(self.seeds, self.steps, self.evaluations) < 1:
-            raise ConfigError("--seeds, --steps and --evaluations must be at least 1, and --methods name one")
+            raise ConfigError("--seeds, --steps and --evaluations must be at least 1, and --methods must name a method")
         if self.evaluations > self.steps:
             raise ConfigError(
-                f"--evaluations {self.evaluations} is more than --steps {self.steps}, must be at most that"
+                f"--evaluations {self.evaluations} is more than --steps {self.steps}; it must be at most that"
             )
         if self.seeds > MAX_SEEDS:
-            raise ConfigError(f"--seeds {self.seeds} is too many, must be at most {MAX_SEEDS}")
+            raise ConfigError(f"--seeds {self.seeds} is too many; it must be at most {MAX_SEEDS}")
 
     @property
     def method_names(self) -> list[str]:
@@ -79,7 +79,7 @@ class ConvergenceConfig:
 
 @dataclass(frozen=True)
 class Curve:
-    """One method's run with one seed. ``losses``: global loss of every step. ``quality``: by metric, its values after
+    """One method's run with one seed. ``losses``: global loss of every step. ``quality``: by metric, the values after
     each number of steps in ``evaluated``."""
 
     method: str
@@ -96,7 +96,7 @@ class Curve:
         return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:12]
 
 
-#: (what runs, steps done, of all)
+#: (what runs, steps done, total steps)
 Progress = Callable[[str, int, int], None]
 
 
@@ -122,12 +122,13 @@ def curve_config(config: ConvergenceConfig) -> dict[str, Any]:
 
 
 def converge(config: ConvergenceConfig, folder: Path, progress: Progress | None = None) -> list[Curve]:
-    """Every method with every seed, except those that ``folder`` has already. Raises as ``training.runs``."""
+    """Run every method with every seed, except those already in ``folder``. Returns all curves, also those found there.
+    Raises as ``training.runs`` does."""
     for name in config.method_names:
         methods_of(run_config(config, name, 1))
     runs = [(name, seed) for seed in range(1, config.seeds + 1) for name in config.method_names]
     found = {(c.method, c.seed): c for c in read_curves(folder) if c.config == curve_config(config)}
-    load_dataset(config.data, config.model, 1)  # here first: what is wrong with the data is then said once
+    load_dataset(config.data, config.model, 1)  # first here, so that an error in the data is reported once
     curves = []
     with ExitStack() as stack:
         pool: RankPool | None = None
@@ -136,7 +137,7 @@ def converge(config: ConvergenceConfig, folder: Path, progress: Progress | None 
             if curve is None:
                 before, total = number * config.steps, len(runs) * config.steps
                 show = partial(_show, progress, f"{name}, seed {seed}", before, total)
-                pool = pool or stack.enter_context(RankPool(config.workers))  # not before there is something to run
+                pool = pool or stack.enter_context(RankPool(config.workers))  # only if there is something to run
                 job = (curve_on_rank, config, name, seed)
                 losses, evaluated, quality = pool.run(*job, on_message=show, timeout_s=DAY_S)[0]
                 curve = Curve(name, seed, curve_config(config), losses, evaluated, quality, provenance())
@@ -153,7 +154,7 @@ def _show(progress: Progress | None, title: str, before: int, total: int, rank: 
 def curve_on_rank(
     config: ConvergenceConfig, name: str, seed: int
 ) -> tuple[list[float], list[int], dict[str, list[float]]]:
-    """Run on each rank: losses (global), steps evaluated, metrics (rank 0; empty elsewhere). Collective."""
+    """Runs on each rank. Returns global losses, evaluated steps, metrics (rank 0; empty on the others). Collective."""
     run = run_config(config, name, seed)
     (method,) = methods_of(run)
     dataset = load_dataset(run.data, run.model, seed)
@@ -178,7 +179,7 @@ def curve_on_rank(
 
 
 def nudge(trainer: Trainer) -> None:
-    """Move the largest dense weight by one unit in the last place, alike on every rank."""
+    """Move the largest dense weight by one unit in the last place, the same way on every rank."""
     weight = max(trainer.dense_state().values(), key=lambda w: float(w.abs().max())).view(-1)
     at = weight.abs().argmax()
     weight[at] = torch.nextafter(weight[at], torch.tensor(torch.inf))
@@ -191,7 +192,7 @@ def write_curve(folder: Path, curve: Curve) -> Path:
 
 
 def read_curves(folder: Path) -> list[Curve]:
-    """All curves of the folder, in order of file name; other files are passed over."""
+    """All curves of the folder, in order of file name; other files are ignored."""
     curves = []
     for path in sorted(folder.glob("*.json")):
         try:

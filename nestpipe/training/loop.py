@@ -26,17 +26,17 @@ from nestpipe.trainer import DenseOptimizer, SparseOptimizer, StepResult, Traine
 from nestpipe.training.checkpoint import Checkpoints, method_folder, newest, require_resumable
 
 #: Called after each step, on every rank, with (method, steps done, total, the rank's loss). It must return the same
-#: order on every rank; ``stop`` saves first, if there is a place to.
+#: order on every rank; ``stop`` saves first, if there is a folder for checkpoints.
 AfterStep = Callable[[str, int, int, float], Literal["go", "save", "stop"]]
 
 
 class Interrupted(RuntimeError):
-    """The run was stopped between two steps, on all ranks together; what could be saved is saved."""
+    """The run was stopped between two steps, on all ranks together; what could be saved has been saved."""
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank saw of one method. ``results``: also of steps before a resumption; ``resumed``: the first after."""
+    """What one rank saw of one method. ``results`` include steps before a resumption; ``resumed``: the first after."""
 
     results: list[StepResult]
     spans: list[Span]
@@ -47,7 +47,7 @@ class RankResult:
 
 @dataclass
 class Course:
-    """A method in training on this rank. ``first``: the step of the first of ``results``; ``resumed``: as above."""
+    """A method in training on this rank. ``first``: step of the first result; ``resumed``: as in ``RankResult``."""
 
     method: Method
     trainer: Trainer
@@ -59,19 +59,19 @@ class Course:
 
     @property
     def done(self) -> int:
-        """Steps that are done, of this method."""
+        """Steps of this method that are done."""
         return self.first + len(self.results)
 
     def save(self) -> None:
-        """Collective. Nothing if there is no place for checkpoints."""
+        """Save a checkpoint, if there is a folder for them. Collective."""
         if self.checkpoints is not None:
             self.checkpoints.save(self.trainer, self.results)
 
 
 def train_on_rank(config: RunConfig, after_step: AfterStep | None = None) -> dict[str, RankResult]:
-    """Run on each rank: every method in turn, round by round. Collective.
+    """Runs on each rank: trains every method in turn, round by round. Collective.
 
-    Raises Interrupted if told to stop, CheckpointError if nothing can be saved or resumed.
+    Raises Interrupted if told to stop, CheckpointError if a checkpoint cannot be saved or resumed.
     """
     dataset = load_dataset(config.data, config.model, config.seed)
     courses = [start(config, method, dataset) for method in methods_of(config)]
@@ -110,7 +110,7 @@ def train_on_rank(config: RunConfig, after_step: AfterStep | None = None) -> dic
 
 
 def start(config: RunConfig, method: Method, dataset: Dataset) -> Course:
-    """``method`` before its next step: the first, or that of its newest checkpoint with ``resume``. Collective.
+    """``method`` before its next step: the first, or with ``resume`` the one after its newest checkpoint. Collective.
 
     Raises CheckpointError.
     """
@@ -148,7 +148,7 @@ def dense_optimizer(config: OptimizerConfig) -> DenseOptimizer:
 
 
 def progress_teller(every_s: float = 0.1) -> Callable[..., None]:
-    """``tell(message, last=False)`` sends rank 0's message to the launcher, at most one in ``every_s`` unless last."""
+    """``tell(message, last=False)`` sends rank 0's message to the launcher, at most one per ``every_s`` unless last."""
     previous = 0.0
 
     def tell(message: Any, last: bool = False) -> None:
@@ -162,7 +162,7 @@ def progress_teller(every_s: float = 0.1) -> Callable[..., None]:
 
 
 def ranking_quality(config: RunConfig, trainer: Trainer, dataset: Dataset) -> dict[str, float]:
-    """HR and NDCG on rank 0, empty elsewhere. Collective."""
+    """HR and NDCG on rank 0; empty on the other ranks. Collective."""
     table = trainer.table("item")
     if dist.get_rank():
         return {}
@@ -172,7 +172,7 @@ def ranking_quality(config: RunConfig, trainer: Trainer, dataset: Dataset) -> di
 
 
 def settings_that_decide(config: RunConfig, method: Method) -> dict[str, Any]:
-    """The settings that decide what is learned: a checkpoint is resumed under the same only. Longer runs may resume."""
+    """The settings that decide what is learned. A run that resumes must have the same ones, but it may be longer."""
     settings = {"seed": config.seed, **config.in_record(method.micro_batches_of(config.micro_batches))}
     undecisive = ("steps", "rounds", "epochs", "evaluate", "pace_dense")
     return {name: value for name, value in settings.items() if name not in undecisive}
@@ -187,7 +187,7 @@ def step_at_same_sample(dataset: Dataset, ranks: int, step: int, ranks_then: int
 
 
 def check_resumable(config: RunConfig, dataset: Dataset) -> None:
-    """Before any rank starts: raises CheckpointError if a method's newest checkpoint cannot be resumed."""
+    """Raises CheckpointError, before any rank starts, if a method's newest checkpoint cannot be resumed."""
     for method in methods_of(config) if config.resume and config.checkpoint else ():
         manifest = newest(method_folder(config.checkpoint or "", method.name))
         if manifest is None:

@@ -1,4 +1,4 @@
-"""From what the ranks of a run saw of a method to its record: timelines, the account of time, metrics."""
+"""Makes a record of what the ranks of a run saw of a method: timelines, the account of time, metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nestpipe.training.loop import RankResult
 
 @dataclass(frozen=True)
 class MethodRun:
-    """One method's run on all ranks: its record and the timelines behind it (together holding all ranks)."""
+    """One method's run on all ranks: its record and the timelines behind it (which together cover all ranks)."""
 
     record: Record
     timelines: list[Timeline]
@@ -27,7 +27,7 @@ class MethodRun:
 def method_runs(
     config: RunConfig, methods: Sequence[Method], ranks: Sequence[dict[str, RankResult]], notes: Sequence[str]
 ) -> list[MethodRun]:
-    """One for each of ``methods``; ``ranks``: per rank the results by method; ``notes``: go into every record."""
+    """One run for each of ``methods``. ``ranks``: per rank, the results by method. ``notes`` go into every record."""
     baseline = _serial_exposed_ms(config, ranks)
     return [_method_run(config, method, [rank[method.name] for rank in ranks], baseline, notes) for method in methods]
 
@@ -51,7 +51,7 @@ def _end(ranks: Sequence[RankResult]) -> int:
 
 
 def _reported(config: RunConfig, times: StepTimes, ranks: Sequence[RankResult]) -> list[int]:
-    """Of the steps accounted, those that belong to the run and to no warm-up: a round's, or after a resumption."""
+    """The accounted steps of the run, without the warm-up of each round and the warm-up after a resumption."""
     total, resumed = _end(ranks), ranks[0].resumed
     warm_up = set[int]()
     if resumed is not None:

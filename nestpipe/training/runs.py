@@ -1,4 +1,4 @@
-"""`nestpipe run`: train one or several methods on the same model, data and seed, in interleaved rounds."""
+"""``nestpipe run``: train one or several methods on the same model, data and seed, in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from nestpipe.training.checkpoint import CheckpointError, only_writer
 from nestpipe.training.loop import AfterStep, check_resumable, train_on_rank
 from nestpipe.training.measured_record import MethodRun, method_runs
 
-#: (method, steps done, of all, loss of rank 0)
+#: (method, steps done, total steps, loss of rank 0)
 Progress = Callable[[str, int, int, float], None]
 
 
 def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
-    """Run on real rank processes.
+    """Train the methods of ``config`` on real rank processes.
 
     Raises ConfigError, UnknownMethod, DataError, TestbedUnavailable, CheckpointError, MemoryError or RankError.
     """
     methods = methods_of(config)
-    # Here first: what is wrong with the data is then said once, before any rank has started.
+    # First here, so that an error in the data is reported once, before any rank has started.
     dataset = load_dataset(config.data, config.model, config.seed)
     notes = _data_notes(dataset)
     check_resumable(config, dataset)
@@ -46,7 +46,7 @@ def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
             ranks = pool.run(train_on_rank, config, on_message=on_message)
     except RankError as error:
         kind, _, what = error.failures[0].what.partition(": ") if error.failures else ("", "", "")
-        if kind == CheckpointError.__name__:  # its one line says all
+        if kind == CheckpointError.__name__:  # its one line is the whole message
             raise CheckpointError(what) from None
         if kind.endswith("MemoryError") or "can't allocate memory" in what:
             raise MemoryError(f"rank {error.failures[0].rank}: {what}") from None
@@ -55,14 +55,14 @@ def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
 
 
 def run_in_group(config: RunConfig, after_step: AfterStep | None = None) -> list[MethodRun] | None:
-    """As ``run``, on ranks that somebody else started (Slurm, torchrun) and that are in a process group. Collective.
+    """Like ``run``, on ranks that Slurm or torchrun started and that are in a process group. Collective.
 
-    The runs on rank 0, None on the others. Raises ConfigError also if the group is not of ``config.workers`` ranks,
-    Interrupted if ``after_step`` said stop.
+    Returns the runs on rank 0 and None on the others. Also raises ConfigError if the group does not have
+    ``config.workers`` ranks, and Interrupted if ``after_step`` said stop.
     """
     methods = methods_of(config)
     if dist.get_world_size() != config.workers:
-        raise ConfigError(f"{config.workers} workers were asked for, {dist.get_world_size()} ranks were started")
+        raise ConfigError(f"{config.workers} workers were asked for, but {dist.get_world_size()} ranks were started")
     result = train_on_rank(config, after_step)
     ranks: list[Any] | None = [None] * config.workers if dist.get_rank() == 0 else None
     dist.gather_object(result, ranks)

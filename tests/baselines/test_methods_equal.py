@@ -34,15 +34,15 @@ def test_the_checker_says_of_each_method_what_is_true(method: str) -> None:
 
 
 def agreement(plain: Outcome, run: Run, found: Outcome, world: int) -> list[str]:
-    """Sentences on where the checker's verdict on ``run`` and its difference from ``plain`` disagree."""
+    """Sentences about disagreements between the checker's verdict on ``run`` and its difference from ``plain``."""
     kinds = {p.kind for p in check(run.template)}
     moved, gap = largest_update(plain), largest_difference(found, plain)
     if moved < 1e-2:
         return [f"{run}: nothing has moved"]
     if kinds and world > 1 and gap <= 1e-4 * moved:
-        return [f"{run} is called {kinds} and differs by no more than {gap:.2g} of {moved:.2g}"]
+        return [f"{run} is called {kinds} but differs by no more than {gap:.2g} of {moved:.2g}"]
     if not kinds and gap > 1e-4 * moved:
-        return [f"{run} is called synchronous and differs by {gap:.2g} of {moved:.2g}"]
+        return [f"{run} is called synchronous but differs by {gap:.2g} of {moved:.2g}"]
     return []
 
 
@@ -60,7 +60,7 @@ def matrix(request, ranks: int, rule: str, names: list[str]) -> list[str]:
                 # Within one rank TorchRec exchanges nothing.
                 alone = ranks == 1 or (run.method == "2d-sp" and ranks == groups)
                 wrong += violations(spans, run.template, sometimes="EG" if alone else "")
-    # One global loss whatever the rank count; each rank holds its share.
+    # The global loss is the same for every number of ranks; each rank holds its share.
     losses = [sum(rank[0].losses[0] for rank in per_rank) for per_rank in results]
     exact = [loss for loss, run in zip(losses, runs, strict=True) if "bf16" not in run.method]
     assert max(exact) - min(exact) < 1e-5
@@ -85,7 +85,7 @@ def test_the_whole_matrix(request, ranks: int, rule: str) -> None:
 
 
 def exact_form(groups: int, overlap: bool):
-    """On a rank: the exact NestPipe+2D-SP or the list of its serial form, one at a time, and replicas' equality."""
+    """On a rank: the outcome of the exact NestPipe+2D-SP, or of its serial form, and whether all replicas are equal."""
     import torch.distributed as dist
 
     from nestpipe.engine.engine import Engine, make_lanes

@@ -120,7 +120,7 @@ def test_uneven_and_empty_batches(pool2, know_total):
 
 
 @pytest.mark.parametrize("sizes", [[[4, 4], [4, -1], [4, -1], [3, -1]], [[-1, 4], [-1, 4], [-1, 2]]])
-def test_a_rank_whose_data_has_ended_goes_on_with_empty_batches(pool2, sizes):
+def test_a_rank_whose_data_has_ended_continues_with_empty_batches(pool2, sizes):
     ranks = pool2.run(train, RULES[0], sgd, sizes, False)
     assert_equal_to_plain(ranks, RULES[0], sgd, sizes)
 
@@ -171,7 +171,7 @@ def test_observed_order_is_one_that_the_declared_schedule_allows(pool2):
         for op in template.unroll(8):
             assert op.lane == next(s.lane for s in spans if s.stage == op.ref.stage)
             for before in op.after:
-                # DDP launches the AllReduce inside the backward, once its last dense gradient is there.
+                # DDP launches the AllReduce inside the backward, once its last dense gradient is ready.
                 done = start[before] if (op.ref.stage, before.stage) == ("A", "B") else end[before]
                 assert done <= start[op.ref], f"{op.ref} began before {before} had ended"
 
@@ -212,7 +212,7 @@ def test_second_epoch_by_a_new_iterator(pool2):
 
 
 def resume(rule, dense_optimizer):
-    """Losses 4..7 of a trainer that goes on, and of a fresh one that took over its state after batch 3."""
+    """Losses 4..7 of a trainer that continues, and of another one that took over its state after batch 3."""
     batches = stream(dist.get_rank(), [[4, 4]] * 8, True)
     first = make_trainer(rule, dense_optimizer)
     iterator = iter(batches)
@@ -222,7 +222,7 @@ def resume(rule, dense_optimizer):
     straight = [first.progress(iterator).loss for _ in range(4)]
     first.close()
     second = make_trainer(rule, dense_optimizer)
-    other = iter(batches)  # a trainer under way: its batches in flight are dropped
+    other = iter(batches)  # this trainer has batches in flight, which are dropped
     second.progress(other)
     second.load_state_dict(state)
     resumed = [r.loss for r in run_to_end(second, batches[state["batches"] :])]
@@ -244,7 +244,7 @@ def refused(rule, tables):
     return str(error.value)
 
 
-def test_what_torchrec_cannot_is_refused(pool2):
+def test_what_torchrec_cannot_train_is_refused(pool2):
     for message in pool2.run(refused, SparseOptimizer("adam"), TABLES):
         assert "adam" in message and "rowwise_adagrad" in message
     unequal = (TABLES[0], dataclasses.replace(TABLES[1], dim=4))

@@ -1,4 +1,4 @@
-"""2D-SP as real DMPCollection, the TorchRec variants, and what their runs show against the declared schedules."""
+"""2D-SP as real DMPCollection, the TorchRec variants, and what their runs show compared with the declared schedules."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_replicas_drift_between_synchronisations_and_meet_at_each(pool4):
 
 
 def reference_two_d_sp(steps: int, groups: int, world: int, scale: float):
-    """The same on one process, replica by replica: AdaGrad by the docstring's formula, then the mean of replicas."""
+    """The same in one process, replica by replica: AdaGrad by the docstring's formula, then the mean of replicas."""
     from tests.support.method_runs import SEED, TABLES, make_batch
     from tests.support.torchrec_model import Model, PlainEmbeddings
 
@@ -164,7 +164,7 @@ def test_torchrec_variants_learn_the_same_up_to_what_travels(pool2):
 
 
 def sent_bytes(name: str) -> tuple[int, int]:
-    """On a rank, of three steps: bytes sent, and the least that it could have been in float32."""
+    """On a rank, of three steps: bytes sent, and the fewest bytes possible in float32."""
     trainer = Run(name).trainer()
     try:
         iterator = iter(make_batches(4))
@@ -218,7 +218,7 @@ def test_a_wrong_declaration_is_not_allowed(pool4):
 
 
 def test_the_cpu_kernel_for_index_deduplication():
-    """Two tables of two and one features, three samples; the third table has a feature without keys."""
+    """Three tables with two, one and one features, and three samples; the last table's feature has no keys."""
     base = torch.tensor([0, 0, 10, 15, 19])  # tables of 10, 5 and 4 rows
     tables = torch.tensor([0, 2, 2, 3, 4])
     counts = torch.tensor([2, 0, 3, 1, 1, 0, 2, 2, 0, 0, 0, 0])

@@ -99,7 +99,7 @@ def test_text_form_goes_through_a_file(capsys, tmp_path):
 
 def test_check_names_the_stale_read(capsys, tmp_path):
     lines = [line for line in to_text(nestpipe(2)).splitlines() if not line.startswith("S+1")]
-    bare = [line.split("  after")[0] for line in lines]  # S stood in the edges too
+    bare = [line.split("  after")[0] for line in lines]  # S was in the edges too
     path = tmp_path / "no_synchronisation.txt"
     path.write_text("\n".join([*bare, "derive edges", ""]))
     status, out, _ = call(capsys, "schedule", str(path), "--check")
@@ -109,7 +109,7 @@ def test_check_names_the_stale_read(capsys, tmp_path):
     assert status == 1 and len(everything) >= len(out) - 40 and "--all" not in everything
 
 
-def test_check_begins_with_what_lies_behind_many_problems(capsys, tmp_path):
+def test_check_begins_with_causes_of_many_problems(capsys, tmp_path):
     text = (ROOT / "examples" / "lookahead.txt").read_text()
     broken = tmp_path / "broken.txt"
     broken.write_text("".join(line for line in text.splitlines(True) if not line.startswith(("R+1", "derive"))))
@@ -134,8 +134,8 @@ def test_check_names_the_race(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("words", [["schedule", "nestpipe"], ["schedule", "nestpipe", "--text"], ["run", "--help"]])
-def test_a_reader_that_goes_away_is_no_error(words):
-    """As ``nestpipe schedule nestpipe | head -1`` where head has ended first."""
+def test_a_reader_that_goes_away_is_not_an_error(words):
+    """As in ``nestpipe schedule nestpipe | head -1`` if head ends first."""
     process = subprocess.Popen([*NESTPIPE, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     error = process.stderr.read()

@@ -28,7 +28,7 @@ MINE = scheduled_method("mine", "a reader's own", schedule.nestpipe)
 
 @pytest.fixture
 def outside(monkeypatch):
-    """An installed package that brings the methods ``mine`` and ``broken``."""
+    """An installed package that provides the methods ``mine`` and ``broken``."""
     found = [
         metadata.EntryPoint("mine", f"{__name__}:MINE", "nestpipe.methods"),
         metadata.EntryPoint("broken", "no_such_module:METHOD", "nestpipe.methods"),
@@ -36,7 +36,7 @@ def outside(monkeypatch):
     monkeypatch.setattr(metadata, "entry_points", lambda group: found if group == "nestpipe.methods" else [])
 
 
-def test_built_in_methods_have_a_schedule_of_their_micro_batches():
+def test_built_in_methods_have_a_schedule_with_their_micro_batches():
     for name in ("serial", "nestpipe", "dbp-only", "fwp-only"):
         method = find_method(name)
         template = method.schedule(4)
@@ -95,8 +95,8 @@ def test_a_broken_method_does_not_hide_the_others(outside, capsys):
     assert "broken" in error and "no_such_module" in error and "Traceback" not in error
 
 
-def test_a_fixed_number_of_micro_batches_is_not_asked_for_otherwise(monkeypatch):
-    """By what the method says, not by its name."""
+def test_a_fixed_number_of_micro_batches_cannot_be_changed(monkeypatch):
+    """This depends on what the method says, not on its name."""
     fixed = scheduled_method("fixed", "one micro-batch", lambda _: schedule.dbp_only(), micro_batches=1)
     monkeypatch.setitem(BUILT_IN, "fixed", fixed)
     assert fixed.schedule(8).micro_batches == 1 and find_method("fixed") is fixed

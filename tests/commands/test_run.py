@@ -28,8 +28,8 @@ def test_a_run_says_what_it_trained_and_what_it_cannot_show():
         replace(measured(m, [2.0, 3.0], paced=False, micro_batches=n), losses=[1.0], testbed="loopback")
         for m, n in (("serial", 1), ("nestpipe", 8))
     ]
-    assert "synthetic data, batch 64 a rank; hstu, dim 128" in _table(on_loopback).caption
-    assert any(line.startswith("On loopback, dense not paced") for line in _remarks(on_loopback))
+    assert "synthetic data, batch 64 per rank; hstu, dim 128" in _table(on_loopback).caption
+    assert any(line.startswith("On loopback without --pace-dense") for line in _remarks(on_loopback))
     untimed = [replace(r, steps=(), metrics={}) for r in on_loopback]
     assert _remarks(untimed)[0].startswith("No step was timed")
     assert "speed-up" in shown(_table(on_loopback)) and "speed-up" not in shown(_table(untimed))

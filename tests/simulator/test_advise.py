@@ -27,7 +27,7 @@ def profile_with(path, **changes) -> str:
 
 @pytest.fixture
 def host_lane(tmp_path):
-    """NestPipe with its retrieval on a lane of its own, in a file."""
+    """NestPipe with its retrieval on its own lane, in a file."""
     schedule = nestpipe(4, name="own-lane")
     ops = tuple(dataclasses.replace(o, lane="host") if o.ref.stage == "R" else o for o in schedule.ops)
     path = tmp_path / "own_lane.txt"
@@ -51,7 +51,7 @@ def test_the_usual_lane_has_its_words(tmp_path):
 
 @pytest.mark.parametrize("one_link", [False, True])
 def test_replica_synchronisation_can_be_the_limit(tmp_path, capsys, one_link):
-    """A machine on which it shares the All2All's link still says which of the two it is."""
+    """If it shares the All2All's link on a machine, the advice still says which of the two is the limit."""
     slow = profile_with(tmp_path / "slow.toml", replica_sync=1e5, one_link=one_link)
     (choice,) = advise(Scenario(hardware=slow, methods="2d-sp"), 16, reach=1).choices
     assert choice.limited_by == "replicas" and choice.text.endswith("limited by replica synchronisation")

@@ -1,4 +1,4 @@
-"""The cost model: what must hold whatever the numbers, and what bad input says."""
+"""The cost model: what must hold for any numbers, and the messages for bad input."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_serial_is_the_sum_of_its_parts(workers, profile):
     st.sampled_from([128, 512, 1536]),
 )
 def test_nestpipe_exposes_one_nth_while_compute_covers_the_rest(micro_batches, part, workers):
-    """The closed form T = F + r + C / N of design note cost_model.md, where C < F and host stages fit."""
+    """The closed form T = F + r + C / N of design note cost_model.md, if C < F and host stages fit."""
     reference = Reference(1000.0, 10.0, 100.0, 0.0, 100.0, 0.0, 0.0, 1.0, 0.0, micro_batch_ms=0.0)
     reference = replace(reference, exchange_ms=1000.0 * part)
     workload = NPU.workload
@@ -98,7 +98,7 @@ def test_nestpipe_when_communication_exceeds_compute(ratio):
     hardware = reference_hardware("x", reference, NPU.workload)
     c = 800.0 * ratio * 1535 / 1536
     step = step_ms("nestpipe", hardware, NPU.workload, 1536, 8)
-    # The lane of the All2Alls never idles: E runs three micro-batches ahead, which a closed form without that misses.
+    # The lane of the All2Alls never idles: E runs three micro-batches ahead, which a simple closed form ignores.
     assert step == pytest.approx(c)
 
 
@@ -154,7 +154,7 @@ def test_duplication_is_interpolated_and_flat_beyond():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"origin": "measured", "flops_per_s": 0.0}, "flops_per_s is 0.0, must be above 0"),
+        ({"origin": "measured", "flops_per_s": 0.0}, "flops_per_s is 0.0; it must be above 0"),
         ({"origin": "measured", "flops_per_s": 1e9, "network_bytes_per_s": 0}, "network_bytes_per_s is 0"),
         ({"origin": "measured", "flops_per_s": 1e9, "host_row_s": -1.0}, "host_row_s is -1.0"),
         ({"origin": "measured", "flops_per_s": 1e9, "speed": 1}, "unknown key 'speed'"),
@@ -173,7 +173,7 @@ def test_bad_hardware_says_what_in_one_line(table, message):
 def test_bad_names_list_the_known_ones():
     with pytest.raises(ProfileError, match="gpu-128-kuairand, h100-ib, npu-1536-industrial"):
         load_profile("tpu")
-    with pytest.raises(UnknownMethod, match=r"unknown method 'magic', one of .*nestpipe, .*serial, torchrec"):
+    with pytest.raises(UnknownMethod, match=r"unknown method 'magic'; choose one of .*nestpipe, .*serial, torchrec"):
         priced_methods("serial,magic")
     assert {"gpu-128-kuairand", "h100-ib", "npu-1536-industrial"} <= set(known_profiles())
 

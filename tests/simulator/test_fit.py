@@ -1,4 +1,4 @@
-"""The fit to published step times: accuracy, held-out accuracy, rankings, and what is said of the parameters."""
+"""The fit to published step times: accuracy, held-out accuracy, rankings, and what is said about the parameters."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_held_out_scales(report):
     assert report.held_out_scales.max_pct <= 2.0
 
 
-def test_held_out_cells_do_not_teach():
+def test_held_out_cells_do_not_affect_the_fit():
     """The held-out fit must not move when a held-out number does."""
     wrong = [
         type(r)(**{**asdict(r), "value": r.value * 2}) if r.method == "NestPipe" and r.workers in (128, 256) else r
@@ -139,13 +139,13 @@ def test_fig_9_left_arm_is_one_nth_and_right_arm_needs_a_cost_per_micro_batch():
     for point in with_curve:
         assert point.exposed_pct == pytest.approx(100 * point.micro_batch / 512, rel=1e-3)
     steps = [p.step_ms for p in with_curve]
-    assert steps.index(min(steps)) not in (0, len(steps) - 1)  # a U inside what the data allow
+    assert steps.index(min(steps)) not in (0, len(steps) - 1)  # a U-shaped curve within what the data allow
     off = micro_batch_sweep(PROFILE, NESTPIPE, 1536, False)
     totals = [p.total_ms for p in off]
     assert totals == sorted(totals) and totals[-1] > totals[0] * 1.1
 
 
-def test_notes_are_compared_and_what_is_not_explained_is_said():
+def test_notes_are_compared_and_what_is_not_explained_is_stated():
     notes = {(n.figure, n.method, n.workers, n.metric, n.setting): n for n in note_points(ROWS, PAPER)}
     exposed = notes["9", "NestPipe", 1536, "exposed_ratio", "micro_batch=16 clustering=off"]
     assert exposed.published == 25.2 and exposed.simulated < 4 and "not explained" in exposed.remark
@@ -198,7 +198,7 @@ def test_advice_chooses_micro_batches_and_says_where_it_changes():
     by_name = {c.method: c for c in advice.choices}
     assert not by_name["uniemb"].synchronous and "stale" in by_name["uniemb"].objection
     assert not by_name["nestpipe+2d-sp"].synchronous and "update" in by_name["nestpipe+2d-sp"].objection
-    # NestPipe stops scaling where a host stage no longer fits behind a step.
+    # NestPipe stops scaling when a host stage no longer fits behind a step.
     changes = [c for c in advice.changes if c.after.limited_by == "rows"]
     assert changes and 1536 < changes[0].workers < 2400
 
@@ -224,7 +224,7 @@ def test_bad_settings_say_what_in_one_line(config, message):
 
 
 def test_all_methods_are_those_that_fit():
-    """Two workers make no four groups: whoever asks for all methods gets the others, and is told."""
+    """Two workers cannot form four groups: ``all`` then means the other methods, and a note says so."""
     records = simulate(SimulateConfig(workers="2,4", steps=2))
     by_size = [{r.method for r in records if r.workers == n} for n in (2, 4)]
     assert by_size[1] - by_size[0] == {name for name in ALL if find_method(name).replicated} and len(by_size[0]) > 4

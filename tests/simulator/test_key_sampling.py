@@ -55,7 +55,7 @@ def test_router_counts_what_counting_by_hand_gives():
     assert "measured by the router" in measured.source
 
 
-def test_one_count_of_workers_is_exact_there():
+def test_a_single_number_of_workers_is_exact():
     measured = measure_keys(DATA, MODEL, 3, worker_counts=(4,), micro_batches=(2,), batches=2)
     workload = Workload(measured, batch_size=24)
     total = 4 * workload.rows(4)
@@ -68,12 +68,12 @@ def test_shipped_statistics_are_sane_and_unknown_ones_list_them():
     factors = [keys.duplication_at(n) for n in (1, 2, 4, 8, 16, 32)]
     assert factors[0] == 1.0 and factors == sorted(factors) and factors[-1] < 1.5
     assert 0 < keys.error < 0.2
-    with pytest.raises(WorkloadError, match="unknown key statistics 'x': one of kuairand27k"):
+    with pytest.raises(WorkloadError, match="unknown key statistics 'x': choose one of kuairand27k"):
         load_statistics("x")
 
 
 def test_calibration_recovers_rates_and_fixed_times():
-    """Samples made by the cost model itself, from known hardware: the same hardware comes back."""
+    """The cost model itself makes samples from known hardware, and calibration finds the same hardware."""
     truth = load_profile("h100-ib").hardware
     fixed = {"E": 0.002, "G": 0.001, "F": 0.003, "B": 0.004, "R": 0.0005, "K": 0.01, "P": 0.0001}
     rates = {rate: getattr(truth, rate) for rate in RATES.values() if rate}

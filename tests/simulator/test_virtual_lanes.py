@@ -71,7 +71,7 @@ def test_a_collective_starts_when_its_last_member_is_ready():
     assert whole.ready[1].tolist() == [5.0] * 4
     grouped = virtual_timeline(ops, durations, 2)
     assert grouped.ready[1].tolist() == [5.0, 5.0, 3.0, 3.0]
-    # Replicas: the workers of the same place in each group.
+    # Replicas: the workers at the same place in each group.
     assert grouped.ready[2].tolist() == [6.0] * 4
     uneven = virtual_timeline(ops, np.array([[1.0, 2.0, 3.0, 4.0], [0.0] * 4, [0.0] * 4]), 1)
     assert uneven.ready[2].tolist() == [4.0] * 4
@@ -97,7 +97,7 @@ def test_a_cycle_is_named():
 
 
 def test_virtual_lanes_keep_the_order_of_the_schedule_on_every_lane():
-    """Thread lanes run a lane's operations in schedule order; so must virtual ones, whatever the durations."""
+    """Thread lanes run a lane's operations in schedule order; so must virtual ones, for any durations."""
     for name in NAMES:
         _, _, timeline = timeline_of(name, 4, 7)
         for lane in set(timeline.lanes):
@@ -141,7 +141,7 @@ def test_1536_workers_for_100_steps_take_seconds():
     assert time.process_time() - began < 6.0  # 3 s on an idle machine; CPU time, and room for a busy one
 
 
-def test_a_timeline_shows_every_worker_where_they_differ():
+def test_a_timeline_shows_every_worker_if_they_differ():
     profile = load_profile("npu-1536-industrial")
     cluster = Cluster(profile.hardware, 12)
     stages = stage_seconds(cluster, profile.workload, 1)

@@ -1,4 +1,4 @@
-"""Bad input: one clear line (what, where, what to do), an exit status, no traceback for the user's errors."""
+"""Bad input gives one clear line (what, where, what to do) and an exit status, without a traceback."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ METHODS = r"one of .*nestpipe, .*serial, torchrec"
 
 #: command line -> what its message must say. `{there}`: a folder with the files below.
 COMMANDS = {
-    "run --methods nestpip": rf"unknown method 'nestpip', {METHODS}",
+    "run --methods nestpip": rf"unknown method 'nestpip'; choose {METHODS}",
     "run --methods serial,torchrec(4)": r"'torchrec\(4\)': torchrec cannot run 4 micro-batches",
     "run --methods ,": r"--methods names no method; try --methods serial",
     "run --methods serial,serial": r"--methods names a method twice: serial,serial",
     "run --methods serial,torchrec --embedding-dim 6": r"torchrec: fbgemm's tables have dims .* multiples of 4, not 6",
     "run --methods 2d-sp --sparse-optimizer adam": r"2d-sp: fbgemm on a CPU trains tables by sgd or rowwise_adagrad",
     "converge --seeds 0": r"--seeds, --steps and --evaluations must be at least 1",
-    "converge --seeds 999999999": r"--seeds 999999999 is too many, must be at most 1000",
-    "converge --steps 1": r"--evaluations 5 is more than --steps 1, must be at most that",
+    "converge --seeds 999999999": r"--seeds 999999999 is too many; it must be at most 1000",
+    "converge --steps 1": r"--evaluations 5 is more than --steps 1; it must be at most that",
     "converge --steps 99999999999999": r"--steps must be at most",
     "run --workers 0": r"--workers must be at least 1, not 0",
     "run --workers -3": r"--workers must be at least 1, not -3",
@@ -94,7 +94,7 @@ COMMANDS = {
     "run --json /proc/none/out.json": r"cannot write into /proc/none: .*; choose another place",
     "run --store {there}/file": r"cannot write into {there}/file: it is not a folder",
     "run --trace {there}/file": r"cannot write into {there}/file: it is not a folder",
-    "schedule nope": r"unknown method 'nope', one of .*; and there is no file of that name",
+    "schedule nope": r"unknown method 'nope'; choose one of .*; and there is no file of that name",
     "schedule {there}/none": r"/none: cannot be read as a schedule: .*No such file",
     "schedule {there}": r"cannot be read as a schedule: .*Is a directory",
     "schedule {there}/binary": r"/binary: cannot be read as a schedule: ",
@@ -137,7 +137,7 @@ def there(tmp_path_factory):
 @pytest.mark.parametrize("line", COMMANDS)
 def test_command_line(there, line, capsys, monkeypatch):
     def no_ranks(*arguments, **options):
-        raise AssertionError("ranks were started before the input was looked at")
+        raise AssertionError("ranks were started before the input was checked")
 
     monkeypatch.setattr("nestpipe.training.runs.RankPool", no_ranks)
     try:
@@ -200,7 +200,7 @@ def bad_key_on_rank_1(key: int, micro_batches: int) -> None:
     train_with_bad_key(key if torch.distributed.get_rank() else 0, nestpipe(micro_batches))
 
 
-def test_a_bad_key_on_one_of_two_ranks_ends_both_with_it_on_top(pool2):
+def test_a_bad_key_on_one_of_two_ranks_ends_both_and_is_named_first(pool2):
     pool2.run(bad_key_on_rank_1, 0, 4)
     began = time.monotonic()
     with pytest.raises(RankError) as error:
@@ -259,7 +259,7 @@ def test_odd_but_legal_data_trains_as_serial_does(pool2, case):
         assert all(torch.isfinite(t).all() for t in outcome.tensors.values())
 
 
-def test_a_locale_without_a_sign_costs_no_results(tmp_path):
+def test_a_locale_that_lacks_a_character_loses_no_results(tmp_path):
     out = tmp_path / "out.json"
     small = "--batch-size 2 --negatives 4 --embedding-dim 8 --width 8 --sequence-length 4 --dense-layers 1"
     words = f"run --methods serial --workers 1 --steps 1 --rounds 1 {small} --json {out}".split()
@@ -269,7 +269,7 @@ def test_a_locale_without_a_sign_costs_no_results(tmp_path):
     assert done.stdout.isascii() and json.loads(out.read_text())["methods"]["serial"]
 
 
-def test_output_that_cannot_be_written_costs_no_results(tmp_path):
+def test_output_that_cannot_be_written_loses_no_results(tmp_path):
     out = tmp_path / "out.json"
     small = "--batch-size 2 --negatives 4 --embedding-dim 8 --width 8 --sequence-length 4 --dense-layers 1"
     words = f"run --methods serial --workers 1 --steps 1 --rounds 1 {small} --json {out}".split()
@@ -282,7 +282,7 @@ def test_output_that_cannot_be_written_costs_no_results(tmp_path):
 
 
 @pytest.mark.parametrize("error", [MemoryError("too\nmuch"), OverflowError("too large")])
-def test_what_no_machine_holds_is_one_line(error, capsys, monkeypatch):
+def test_a_size_that_no_machine_can_hold_is_one_line(error, capsys, monkeypatch):
     def fail(arguments):
         raise error
 
@@ -302,7 +302,7 @@ def test_an_interrupt_during_the_imports_is_one_line(capsys, monkeypatch):
 
 @pytest.mark.parametrize("size", ["--batch-size 1048576 --negatives 1048576", "--embedding-dim 65536 --data-scale 0.5"])
 def test_more_than_a_rank_can_hold_is_one_line(size):
-    def bounded() -> None:  # no machine lends this much, whatever it has
+    def bounded() -> None:  # the same limit on every machine, whatever memory it has
         resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
 
     words = f"run --methods serial --workers 1 --steps 1 --rounds 1 --dense-layers 1 --sequence-length 4 {size}".split()

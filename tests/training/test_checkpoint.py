@@ -1,4 +1,4 @@
-"""Checkpoints: a run that goes on from one equals one that never stopped; what is damaged or foreign is refused."""
+"""Checkpoints: a run that resumes from one equals a run that never stopped; damaged and foreign ones are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def checkpoints(folder: str, run: Run, **identity) -> Checkpoints:
 
 
 def straight_and_saved(folder: str, run: Run) -> Outcome:
-    """On a rank: all steps, with a checkpoint on the way, batches in flight."""
+    """On a rank: all steps, with a checkpoint saved on the way while batches are in flight."""
     trainer, results = run.trainer(), []
     try:
         iterator = iter(batches(STEPS))
@@ -45,7 +45,7 @@ def straight_and_saved(folder: str, run: Run) -> Outcome:
 
 
 def resumed(folder: str, run: Run, forget_early_rows: bool = False, warm: bool = False) -> Outcome:
-    """The same from the checkpoint on, by a fresh trainer or one that is under way (``warm``)."""
+    """The same run resumed from the checkpoint, by a fresh trainer or by one that has trained already (``warm``)."""
     import torch.distributed as dist
 
     trainer = run.trainer()
@@ -67,7 +67,7 @@ METHODS = ["nestpipe", "fwp-only", "uniemb", "nestpipe+bf16", "nestpipe+2d-sp", 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_going_on_equals_never_stopping(pool2, tmp_path, method: str) -> None:
+def test_resuming_equals_never_stopping(pool2, tmp_path, method: str) -> None:
     run = Run(method, dense="adam")
     whole = pool2.run(straight_and_saved, str(tmp_path), run)
     for warm in (False, True):
@@ -79,7 +79,7 @@ def test_going_on_equals_never_stopping(pool2, tmp_path, method: str) -> None:
                 assert differences(one, other) == []
 
 
-def test_diverged_replicas_go_on_as_they_were(pool4, tmp_path) -> None:
+def test_diverged_replicas_resume_as_they_were(pool4, tmp_path) -> None:
     run = Run("2d-sp", interval=3)
     whole = pool4.run(straight_and_saved, str(tmp_path), run)
     assert largest_difference(whole[0], whole[1]) > 1e-3  # after 9 steps the last two are not averaged
@@ -97,7 +97,7 @@ def test_rows_that_were_read_early_matter(pool2, tmp_path) -> None:
 
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "adam"])
 def test_another_number_of_ranks_reshards(pool2, pool4, tmp_path, rule: str) -> None:
-    """From 2 ranks to 4 and to 1's: tables and optimizer state move, the whole table is the same."""
+    """From 2 ranks to 4: rows of tables and optimizer state move to other ranks, and the whole table is the same."""
     run = Run("nestpipe", rule)
     pool2.run(straight_and_saved, str(tmp_path), run)
     before, after = (pool.run(state_of, str(tmp_path), run)[0] for pool in (pool2, pool4))
@@ -142,7 +142,7 @@ def refusals(pool, folder: Path, run: Run, **identity) -> str:
     return messages[0]
 
 
-def test_what_is_damaged_foreign_or_of_other_ranks_is_refused(pool2, pool4, tmp_path) -> None:
+def test_a_checkpoint_that_is_damaged_foreign_or_of_other_ranks_is_refused(pool2, pool4, tmp_path) -> None:
     run = Run("nestpipe")
     pool2.run(straight_and_saved, str(tmp_path), run)
     [place] = tmp_path.iterdir()
@@ -248,7 +248,7 @@ def full_disk(state, file):
     raise OSError(28, "No space left on device")
 
 
-def test_a_rank_that_cannot_write_leaves_the_checkpoint_before(pool2, tmp_path) -> None:
+def test_a_rank_that_cannot_write_leaves_the_previous_checkpoint(pool2, tmp_path) -> None:
     assert all("No space left" in text for text in pool2.run(save_into, str(tmp_path), 1))
     assert sorted(p.name for p in tmp_path.iterdir()) == [".step-00000005.writing", "step-00000003", "step-00000004"]
     assert newest(tmp_path).step == 4

@@ -57,14 +57,14 @@ def test_rounding_passes_and_staleness_fails():
         within_rounding("absent", found)
 
 
-def test_drift_is_told_relative_to_the_twins():
+def test_drift_is_reported_relative_to_the_twins():
     found = curves(nestpipe=1e-8, exact=0.0)
     ratio = drift_ratio("nestpipe", found)
     assert 0.5 < ratio.mean < 2 and ratio.low < ratio.mean < ratio.high and len(ratio.each) == 3
     assert drift_ratio("exact", found).high == 0.0
 
 
-def test_curves_are_stored_and_foreign_files_passed_over(tmp_path):
+def test_curves_are_stored_and_foreign_files_ignored(tmp_path):
     curve = made_up("torchrec~ulp", 2, 1e-8)
     write_curve(tmp_path, curve)
     (tmp_path / "broken.json").write_text("{")
@@ -77,7 +77,7 @@ def test_the_figure_and_its_table(tmp_path):
     for curve in [*curves(nestpipe=1e-8, uniemb=1e-3), *(made_up("serial(2)", s, 1e-8) for s in (1, 2, 3))]:
         write_curve(tmp_path / "convergence", curve)
     other = dataclasses.replace(made_up("torchrec", 1, 0.0), config={**curve_config(TINY), "steps": 7})
-    write_curve(tmp_path / "convergence", other)  # another setting stays out
+    write_curve(tmp_path / "convergence", other)  # another setting is left out
     sources = Sources({}, (), tmp_path)
     artefact = fig6(sources)
     (table,), (picture,) = artefact.tables, artefact.pictures
@@ -104,7 +104,7 @@ def test_impossible_settings(tmp_path, options):
 
 
 def test_runs_resume_and_nestpipe_equals_serial_n(tmp_path):
-    """Gap 0 against serial(N), bit for bit; UniEmb, stale, is off at once."""
+    """The gap to serial(N) is 0, bit for bit; UniEmb is stale and differs at once."""
     told = []
     first = converge(
         dataclasses.replace(TINY, methods="serial(2)"), tmp_path, lambda title, done, total: told.append((title, total))

@@ -132,7 +132,7 @@ def test_store_gives_the_same_records(outputs):
 def test_table_shows_ratios_and_agreement(outputs):
     out = outputs[0]
     assert "measured: 2 ranks, loopback" in out and "speed-up over serial" in out and "1.00x" in out
-    assert "largest difference of a step's loss from serial" in out
+    assert "largest difference in a step's loss from serial" in out
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_one_worker_and_batches_smaller_than_the_micro_batches(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_epoch_shorter_than_the_warm_up_reports_losses_alone(tmp_path):
+def test_an_epoch_shorter_than_the_warm_up_reports_only_losses(tmp_path):
     words = ["--methods", "serial,nestpipe", "--workers", "1", "--epochs", "1", "--data-scale", "0.000001"]
     done = nestpipe_run(*words, "--batch-size", "20", "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
@@ -200,7 +200,7 @@ def test_ctrl_c_ends_everything(after_s):
     assert len(ranks) == 2
     time.sleep(after_s)
     asked = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to the launcher's group; ranks have their own
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher's group; ranks have their own group
     _, error = process.communicate(timeout=30)
     assert time.monotonic() - asked < 10
     assert process.returncode == 130

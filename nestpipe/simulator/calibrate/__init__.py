@@ -1,1 +1,1 @@
-"""The cost model's rates measured on this machine, and predictions held against runs."""
+"""The cost model's rates measured on this machine, and predictions compared with runs."""

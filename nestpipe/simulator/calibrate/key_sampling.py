@@ -40,7 +40,7 @@ class MemoryExchange:
         self.board[self.rank] = source.split(list(send))
         self.barrier.wait()
         torch.cat([theirs[self.rank] for theirs in self.board], out=target)
-        self.barrier.wait()  # nobody may post again before all have read
+        self.barrier.wait()  # no thread may post again before all have read
 
 
 def measure_keys(
@@ -53,9 +53,9 @@ def measure_keys(
 ) -> KeyStatistics:
     """Route ``batches`` consecutive batches of ``data`` on each of ``worker_counts`` workers, unclustered.
 
-    Duplication is the mean over batches of one worker's; rows per owner and overlap are means over
-    workers and batches, fitted as a power and a logarithm of the workers. ``error``: the largest count
-    predicted from the others.
+    Duplication is the mean over workers and batches for the first of ``worker_counts``. Rows per owner and overlap are
+    means over workers and batches, fitted as a power and a logarithm of the workers. ``error`` is that of predicting
+    the largest count from the others.
     """
     dataset = load_dataset(data, model, seed)
     rows, overlap = [], []
@@ -104,7 +104,7 @@ def _route(dataset: Any, workers: int, micro_batches: int, batches: int) -> list
                 plans.append(route(parts, False, layout, exchange, plans[-1] if plans else None))  # type: ignore[arg-type]
             return plans
         except BaseException:
-            barrier.abort()  # or the others would wait for this one without end
+            barrier.abort()  # otherwise the others would wait for this one forever
             raise
 
     with ThreadPoolExecutor(workers) as pool:

@@ -1,10 +1,10 @@
 """``nestpipe calibrate``: this machine's profile, measured on real ranks.
 
-Real ranks run ``serial`` and ``serial(4)``, in which nothing overlaps, on models of several sizes. Of every
-stage, time is a fixed part and a part in proportion to what it moves or computes; both come from
-least squares on relative errors, neither negative. One more run is paced: what its dense operations take beyond
-the pace is the laying out of rows, which no pace covers; what NestPipe's step there takes beyond its prediction
-is what overlap costs if lanes share cores.
+Real ranks run ``serial`` and ``serial(4)``, in which nothing overlaps, on models of several sizes. The time of every
+stage has a fixed part and a part in proportion to what it moves or computes. Both come from least squares on relative
+errors, and neither is negative. One more run is paced. The time that its dense operations take beyond the pace is
+spent copying rows into place, which pacing does not hide. The time that NestPipe's step takes there beyond its
+prediction is the cost of overlap if lanes share cores.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from nestpipe.simulator.workload import Workload
 from nestpipe.training.measured_record import MethodRun
 from nestpipe.training.runs import run
 
-#: (samples per rank, embedding dim, sequence length, negatives, dense width) of the runs that teach.
+#: (samples per rank, embedding dim, sequence length, negatives, dense width) of the runs that the rates are fitted to.
 SIZES = ((16, 32, 20, 16, 16), (32, 64, 30, 16, 32), (48, 64, 40, 32, 48), (64, 96, 30, 48, 32))
-#: By stage the rate that its times teach; None for those that serial training, which is measured, does not have.
+#: By stage, the rate fitted to its times; None for stages that serial training, which is measured, does not have.
 RATES: Mapping[str, str | None] = {
     "P": "input_samples_per_s",
     "H": "pcie_bytes_per_s",
@@ -56,11 +56,11 @@ class CalibrateConfig:
     workers: int = 2
     """Rank processes."""
     testbed: str = "loopback"
-    """loopback, or netns:200mbit,1ms: one host per rank by network namespaces, with rate and one-way delay (root)."""
+    """loopback, or netns:200mbit,1ms: one host per rank in a network namespace, with rate and one-way delay (root)."""
     steps: int = 12
-    """Steps measured of each of the sizes."""
+    """Steps to measure for each size of model."""
     seed: int = 1
-    """Seeds data and weights."""
+    """Seed of the data and the weights."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def calibrate(
     for number, size in enumerate(SIZES, start=1):
         progress(f"size {number} of {len(SIZES)}: {size[0]} samples, dim {size[1]}, length {size[2]}")
         runs += _runs(run_config(config, size))
-    # As long as twice the dense math: none of it shows, and no core has time to fall asleep.
+    # Twice as long as the dense math: none of it shows, and no core has time to go to sleep.
     pace_ms = round(2e3 * max(run.micro_batches * (run.medians["F"] + run.medians["B"]) for run in runs))
     progress(f"the last size with dense paced to {pace_ms} ms, and overlapped")
     paced = replace(run_config(config, SIZES[-1]), methods="serial,serial(4),nestpipe(4)", pace_dense=pace_ms)
@@ -94,7 +94,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class _Run:
-    """``medians``: seconds of an operation by stage, warm-up left out, of the mean over ranks."""
+    """``medians``: seconds by stage, the median over operations of the mean over ranks, without warm-up."""
 
     workload: Workload
     micro_batches: int
@@ -112,7 +112,7 @@ def _runs(config: RunConfig) -> list[_Run]:
 
 
 def _expand_bytes_per_s(paced: Sequence[_Run]) -> float:
-    """Bytes of rows laid out, and of gradients summed back, over what dense operations take beyond their pace."""
+    """Bytes of rows copied into place and of gradients summed, per second of dense operations beyond their pace."""
     seconds = sum(r.micro_batches * (r.medians["F"] + r.medians["B"]) - r.workload.pace_dense_s for r in paced)
     moved = sum(2 * r.workload.key_count * r.workload.embedding_bytes for r in paced)
     return moved / seconds if seconds > 0 else math.inf
@@ -158,7 +158,7 @@ def measured_workload(config: RunConfig, micro_batches: Sequence[int]) -> Worklo
 
 
 def stage_samples(run: _Run, workers: int, expand: float) -> list[StageSample]:
-    """One sample per stage; dense operations without the laying out of rows, which goes at ``expand`` bytes/s."""
+    """One sample per stage; dense operations without copying rows into place, which runs at ``expand`` bytes/s."""
     outside = run.workload.key_count * run.workload.embedding_bytes / run.micro_batches / expand
     amounts = stage_amounts(run.workload, workers, run.micro_batches)
     return [
@@ -172,8 +172,8 @@ def stage_samples(run: _Run, workers: int, expand: float) -> list[StageSample]:
 
 
 def stage_medians(run: MethodRun) -> dict[str, float]:
-    """Seconds by stage: median over its operations, warm-up left out, of the mean over ranks, of which a collective's
-    includes the waiting for those that enter later."""
+    """Seconds by stage: the median over its operations of the mean over ranks, without warm-up. A collective's time
+    includes waiting for the ranks that enter later."""
     timeline = run.timelines[0]
     steps = set(run.record.steps)
     times: dict[str, list[float]] = {}
@@ -184,7 +184,7 @@ def stage_medians(run: MethodRun) -> dict[str, float]:
 
 
 def stage_amounts(workload: Workload, workers: int, micro_batches: int) -> dict[str, float]:
-    """What one operation of each stage moves or computes: the cost model itself, with one rate of 1, the rest free."""
+    """What one operation of each stage moves or computes: the cost model with one rate of 1 and all others infinite."""
     amounts = {}
     for rate, stages in _stages_by_rate().items():
         nothing = Hardware("unit", "measured", **{"flops_per_s": math.inf, rate: 1.0})  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ def _stages_by_rate() -> dict[str, list[str]]:
 
 
 def _line(samples: Sequence[StageSample]) -> tuple[float, dict[str, float]]:
-    """Seconds per unit, shared by the stages, and fixed seconds of each: relative least squares, none below 0."""
+    """Seconds per unit, shared by the stages, and fixed seconds of each, by relative least squares; none below 0."""
     stages = sorted({s.stage for s in samples})
     if not samples:
         return 0.0, {}

@@ -1,4 +1,4 @@
-"""The simulator against reality: predicted and measured steps of configurations that calibration has not seen."""
+"""The simulator compared with reality: predicted and measured steps of configurations that calibration has not seen."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def predict_and_measure(
     cases: Sequence[Case] = CASES,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Comparison]:
-    """Predict first, then run, each case. Raises as ``calibrate``."""
+    """Predict each case, then run it. Raises as ``calibrate`` does."""
     checks = []
     for number, case in enumerate(cases, start=1):
         progress(f"case {number} of {len(cases)}: {case}")

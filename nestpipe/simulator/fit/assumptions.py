@@ -14,22 +14,25 @@ from nestpipe.simulator.workload import Workload
 
 #: name -> (what is assumed, how it is known).
 TEXTS: Mapping[str, tuple[str, str]] = {
-    "dense_ms": ("one dense time for all methods and scales; holds updates and dense AllReduce", "fitted"),
-    "hand_over_ms": ("exposed lookup of a pipeline: fixed, whatever the workers; its mechanism is not known", "fitted"),
+    "dense_ms": ("one dense time for all methods and scales; includes updates and dense AllReduce", "fitted"),
+    "hand_over_ms": ("exposed lookup of a pipeline: fixed for any workers; its mechanism is not known", "fitted"),
     "exchange_ms": ("All2All of few workers, both directions; an even split between them", "fitted"),
     "exchange_per_worker_ms": ("congestion: All2All grows linearly with the group, in proportion to bytes", "fitted"),
-    "lookup_ms": ("lookup on few workers; write-back contained", "fitted"),
+    "lookup_ms": ("lookup on few workers, including write-back", "fitted"),
     "lookup_per_worker_ms": ("lookup grows linearly with all workers, in 2D-SP's groups as well", "fitted"),
-    "lookup_jump_ms": ("a jump of the lookup beyond a tier: unexplained, communication shows none", "fitted"),
+    "lookup_jump_ms": (
+        "a jump of the lookup beyond a tier: unexplained, because communication shows no jump",
+        "fitted",
+    ),
     "replica_lookup": ("2D-SP's lookup relative to TorchRec's: unexplained", "fitted"),
     "replica_sync_ms": ("2D-SP's replica AllReduce, every step, hidden by FWP like the gradient All2All", "fitted"),
-    "micro_batches": ("N of FWP in the tables; the exposed share 13 % suggests it", "chosen by looking"),
+    "micro_batches": ("N of FWP in the tables; the exposed share of 13 % suggests it", "chosen by looking"),
     "groups": ("2D-SP's replica groups", "chosen by looking"),
-    "tier_workers": ("where the jump lies; anything from 256 to 511 fits alike", "chosen by looking"),
+    "tier_workers": ("the tier of the jump; any value from 256 to 511 fits equally well", "chosen by looking"),
     "routing_share": ("part of the lookup that is key routing; the data allow 0.34 to 0.66", "assumed"),
     "forward_share": ("forward : backward = 1 : 2", "assumed"),
     "micro_batch_ms": ("fixed dense cost of each micro-batch; the data allow 0 to 4", "chosen by looking"),
-    "duplication": ("keys that travel more than once per batch: none; moved here by 20 %", "assumed"),
+    "duplication": ("no key travels more than once per batch; raised here by 20 %", "assumed"),
 }
 _COUNTED = {"micro_batches": (6, 10), "groups": (3, 6), "tier_workers": (307, 461)}
 

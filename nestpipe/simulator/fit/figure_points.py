@@ -1,7 +1,7 @@
-"""The simulator next to what notes on the paper say of its figures, and the micro-batch sweep of Fig. 9.
+"""The simulator compared with what notes on the paper say about its figures, and the micro-batch sweep of Fig. 9.
 
 Synthetic data and its measured key repetition were frozen before the comparison. What the model
-does not explain is said in words.
+does not explain is stated in words.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _REMARKS = {
     ("exposed_comm", "clustering=on"): "not explained: less than 1/32 of the total; first and last may be smaller",
     ("exposed_comm", "sequence_length"): "not explained: twice the items would be nearly twice the keys; the reference "
     "length is not published",
-    ("total_comm", "clustering=off"): "measured duplication, other data than the paper's",
+    ("total_comm", "clustering=off"): "duplication was measured on other data than the paper's",
 }
 
 

@@ -1,8 +1,8 @@
 """Fit the cost model's free parameters to published step times, through the schedules and virtual lanes.
 
 Targets are step times and, from the paper's Table II, the parts of a step. All residuals are relative
-to the published *step*, so that a part weighs as much as it matters. No parameter belongs to a
-method at a scale: all methods share one cost function, and differ by their schedules.
+to the published *step*, so that a part weighs as much as it matters. No parameter belongs to one
+method at one scale: all methods share one cost function and differ only in their schedules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nestpipe.simulator.reference import Reference, reference_hardware
 from nestpipe.simulator.step_times import steady_account
 from nestpipe.simulator.workload import Workload
 
-#: Fitted, in the order of the parameter vector, with the values that the search starts from.
+#: The fitted parameters, in the order of the parameter vector, with the values that the search starts from.
 FREE: Mapping[str, float] = {
     "dense_ms": 1500.0,
     "hand_over_ms": 10.0,
@@ -34,9 +34,9 @@ FREE: Mapping[str, float] = {
 }
 #: Chosen by looking at the data, so they count as parameters though no search moves them.
 CHOSEN_BY_LOOKING = ("micro_batches", "groups", "tier_workers", "micro_batch_ms")
-#: Tables II and IV print ms to two decimals, the QPS behind the step times two digits.
+#: Tables II and IV print ms to two decimals, but the QPS behind the step times has two digits.
 PART_WEIGHT = 3.0
-#: Which of the paper's parts of a step is which of the account's. A pipeline's exposed lookup is the hand-over.
+#: Maps the paper's parts of a step to the parts of the account. A pipeline's exposed lookup is the hand-over.
 PARTS = {
     "step": ("step",),
     "lookup": ("exposed_lookup", "update"),
@@ -184,7 +184,7 @@ def fit(
     fixed: Mapping[str, float] | None = None,
     start: Reference | None = None,
 ) -> Fitted:
-    """Least squares over FREE (without those in ``fixed``, which are held), from ``start`` on."""
+    """Least squares over FREE, without the parameters in ``fixed``, which are held. The search begins at ``start``."""
     held: dict[str, Any] = dict(fixed or {})
     names = [name for name in FREE if name not in held]
     scale = np.array([FREE[name] for name in names])
@@ -212,7 +212,7 @@ def fit(
 
 
 def compare(predict: Predict, reference: Reference, targets: Sequence[Target]) -> Errors:
-    """Predicted and published step times."""
+    """Compares predicted with published step times."""
     times = predict([reference], targets)[0]
     return Errors(
         tuple(FittedStep(t.method, t.workers, t.value, float(ms)) for t, ms in zip(targets, times, strict=True))

@@ -25,7 +25,7 @@ from nestpipe.simulator.fit.least_squares import (
 from nestpipe.simulator.reference import Reference
 from nestpipe.simulator.workload import Workload
 
-#: Values at which a parameter that no search moves is tried, all others being fitted again.
+#: Values to try for a parameter that is not searched; all others are fitted again for each.
 TRIED: Mapping[str, tuple[float, ...]] = {
     "micro_batches": (4, 6, 7, 8, 9, 10, 12),
     "groups": (2, 4, 8),
@@ -39,7 +39,7 @@ TRIED: Mapping[str, tuple[float, ...]] = {
 @dataclass(frozen=True)
 class Identified:
     """A fitted value and its standard error (ms; ``replica_lookup``: a ratio). ``shared``: part of its variance,
-    0..1, that comes from trading it against the others."""
+    0..1, that comes from trade-offs with the others."""
 
     name: str
     value: float
@@ -48,13 +48,13 @@ class Identified:
 
     @property
     def known(self) -> bool:
-        """Within a quarter of its value."""
+        """Whether the error is less than a quarter of the value."""
         return self.error < 0.25 * abs(self.value)
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A parameter without a search at another value, the others fitted again.
+    """Another value of a parameter that is not searched, with the others fitted again.
 
     ``mean_pct``: mean error on the step times. ``worse``: growth of the sum of squares in units of
     the residual variance; below 4 the data do not reject the value.
@@ -67,7 +67,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A parameter that no search moved, and what the data say of other values."""
+    """A parameter that is not searched, and what the data say about other values."""
 
     name: str
     value: float
@@ -105,7 +105,7 @@ class Report:
 
     @property
     def parameters(self) -> int:
-        """Fitted, and chosen by looking."""
+        """Number of parameters that were fitted or chosen by looking."""
         return len(FREE) + len(CHOSEN_BY_LOOKING)
 
     def to_json(self) -> dict[str, Any]:
@@ -152,9 +152,9 @@ def full_fit(
 ) -> Report:
     """Every fit and comparison of ``nestpipe fit``. ``methods`` by paper name.
 
-    In sample: 22 step times, Tables II and IV. Held-out methods: learns TorchRec, UniEmb and Table II,
-    predicts the other step times but those whose latency Table II prints. Held-out scales: learns the
-    smallest, 512 and the largest, predicts those between. ``try_other_values``: fit again for TRIED.
+    In sample: fits 22 step times and Tables II and IV. Held-out methods: fits TorchRec, UniEmb and Table II,
+    and predicts the other step times except those whose latency Table II prints. Held-out scales: fits the
+    smallest, 512 and the largest, and predicts those in between. ``try_other_values``: fit again for TRIED.
     """
     predict = predictor(workload, methods)
     steps = step_targets(rows)
