@@ -1,4 +1,4 @@
-"""NestPipeline in a user's hands: a trained model taken out again, and what plausible mistakes are told."""
+"""NestPipeline in a user's hands: exporting a trained model, and the errors for plausible mistakes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def first():
 
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_the_exported_model_is_what_was_trained(device):
-    """Its loss on the next batch is what the next step says before it updates; training continues undisturbed."""
+    """Its loss on the next batch is the loss of the next step before its update; training continues undisturbed."""
     pipeline = NestPipeline(Clicks(bags(device)), sgd, SGD, micro_batches=2)
     source = iter([user_batch(8, n) for n in range(4)])
     for _ in range(3):
@@ -94,7 +94,7 @@ def clicks_of(reduction):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_engine_takes_one_loss_per_sample(reduction):
-    """A scalar would train, wrongly by the size of a micro-batch, without a word."""
+    """A scalar would be off by the size of a micro-batch, and would train without an error."""
     spec = ModelSpec((TableConfig("user", 10, 4, ("user",), 0.1),), clicks_of(reduction))
     ones = torch.ones(6, dtype=torch.int64)
     source = iter([Batch({"user": Jagged(ones, ones)}, ones, {})] * 3)

@@ -54,7 +54,7 @@ def test_hash_depends_only_on_the_run(tmp_path):
 
 
 def test_hash_stays_the_same_forever(tmp_path):
-    """A new hash would run everything again that people have run already."""
+    """With a new hash, everything that people have run already would run again."""
     assert load_grid(write(tmp_path, SMALL)).points[0].hash == "dc76ec429748"
 
 
@@ -126,7 +126,7 @@ def test_errors_name_file_and_line(tmp_path, old, new, line, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_grid_that_is_not_there_lists_the_known_ones():
+def test_a_grid_that_does_not_exist_lists_the_known_ones():
     with pytest.raises(GridError, match=r"no grid 'smok': one of paper, smoke, or a .toml file"):
         find_grid("smok")
 
@@ -153,7 +153,7 @@ def test_shipped_grids(name):
     assert all(predictions[p.hash].node_hours > 0 and predictions[p.hash].step_ms > 0 for p in grid.points)
 
 
-def test_smoke_is_what_its_words_say():
+def test_smoke_is_what_its_comment_says():
     grid = load_grid(find_grid("smoke"))
     assert len(grid.points) == 12 and grid.cluster.parallelism == 2
     assert set(by_shape(grid.points, grid.cluster)) == {(1, 2), (2, 2)}
