@@ -164,7 +164,7 @@ def reversed_pair(ops: Sequence[Op], first: Ref, second: Ref) -> list[Priority]:
 
 def adversaries(ops: Sequence[Op], problems: Sequence[Problem], seed: int, draws: int) -> Iterator[Priority]:
     """Orders to try: schedule order, reported races turned round, and ``draws`` of: a lane or stage rushed or
-    delayed as far as can be, operations shuffled.
+    delayed as far as possible, operations shuffled.
     """
     yield lambda i, o: (i,)
     races = {}
