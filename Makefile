@@ -49,7 +49,7 @@ test-long: lint  ## every test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slurm: $(STAMP)  ## sweeps on a real Slurm on this machine, with its faults (root, Debian; about 25 minutes)
-	$(BIN)/python -m pytest tests/slurm/test_slurm_local.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/slurm/test_slurm_local.py tests/slurm/test_slurm_faults.py $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,1 +1,1 @@
-"""Sweeps on a Slurm cluster, or without one: grids of points, jobs by submitit, results found by a point's hash."""
+"""Sweeps on a Slurm cluster, or without one: grids of points, jobs run by submitit, results found by a point's hash."""

@@ -1,4 +1,4 @@
-"""Bring results into the one record store. It reads only files; running it again changes nothing."""
+"""Copies results into the record store. It reads only files; running it again changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slurm.folder import SweepError, SweepFolder
 
 @dataclass(frozen=True)
 class Collected:
-    """``new`` and ``same``: records that the store lacked, or had already. ``bad``: a sentence per broken file."""
+    """``new``, ``same``: records that the store lacked or had already, counted. ``bad``: a sentence per broken file."""
 
     new: int
     same: int
@@ -24,7 +24,7 @@ class Collected:
 def collect(sweep: SweepFolder, store: Path) -> Collected:
     """Copy every result into the folder ``store``, under the names that a record store gives them.
 
-    A broken result loses only itself. Raises SweepError if the store cannot be written; the results stay in the sweep.
+    A broken result is left out. Raises SweepError if the store cannot be written; the results stay in the sweep.
     """
     new = same = 0
     bad = []
@@ -32,7 +32,7 @@ def collect(sweep: SweepFolder, store: Path) -> Collected:
         try:
             content = path.read_bytes()
             record_from_json(json.loads(content), str(path))
-        except (OSError, ValueError) as error:  # RecordError is one
+        except (OSError, ValueError) as error:  # RecordError is a ValueError
             known = isinstance(error, RecordError)
             bad.append(str(error) if known else f"{path}: cannot be read ({error}); remove it and resume")
             continue
@@ -43,7 +43,7 @@ def collect(sweep: SweepFolder, store: Path) -> Collected:
                 same += 1
         except OSError as error:
             raise SweepError(
-                f"cannot write into the store {store}: {error.strerror}; {new + same} records are in, all results "
+                f"cannot write into the store {store}: {error.strerror}; {new + same} records are in it, all results "
                 f"stay in {sweep.path}: make room or choose another --store, then collect again"
             ) from None
     return Collected(new, same, bad)

@@ -1,4 +1,4 @@
-"""The conditions that a grid may put on its points: a small language of comparisons, nothing of which is executed."""
+"""The conditions that a grid may put on its points: a small language of comparisons. No code is executed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from slurm.toml_lines import nearest
 
 
 def holds(condition: str, values: Mapping[str, Any]) -> bool:
-    """Whether a condition such as ``workers <= 8 or method == "nestpipe"`` is true of ``values``.
+    """Whether a condition such as ``workers <= 8 or method == "nestpipe"`` is true for ``values``.
 
-    Comparisons, and, or, not, in, whole-number arithmetic; nothing is executed. Raises ValueError for anything else.
+    It may have comparisons, and, or, not, in, and whole-number arithmetic. Raises ValueError for anything else.
     """
     try:
         return bool(_value(ast.parse(condition, mode="eval").body, values))
     except SyntaxError:
-        raise ValueError(f"'{condition}' is no condition") from None
+        raise ValueError(f"'{condition}' is not a condition") from None
     except (TypeError, ZeroDivisionError) as error:
         raise ValueError(f"'{condition}': {error}") from None
 

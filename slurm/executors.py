@@ -31,15 +31,15 @@ class JobState:
 
 
 class Executor(Protocol):
-    """What every executor of a sweep's folder can do. ``submit`` writes down each point's job in the point's folder."""
+    """What every executor of a sweep's folder can do. ``submit`` records each point's job in the point's folder."""
 
     def submit(self, points: Sequence[Point], name: str, cluster: JobCluster, watch: Watch) -> list[str]:
-        """Start jobs called ``name`` for ``points``. The ids of the jobs that are left to themselves: none if the
-        points have run by now. Raises SweepError in one line."""
+        """Start jobs called ``name`` for ``points``. Returns the ids of the jobs that outlive this call: none if the
+        points have run by then. Raises SweepError in one line."""
         ...
 
     def alive(self, jobs: Collection[str]) -> Mapping[str, JobState] | None:
-        """Those of ``jobs`` that have not ended, by id; None if that cannot be found out now."""
+        """Those of ``jobs`` that have not ended, by id; None if that cannot be determined now."""
         ...
 
     def cancel(self, jobs: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ class Slurm:
 
 @dataclass(frozen=True)
 class Local:
-    """Processes of this machine, ``parallelism`` points at a time, which end with this command."""
+    """Processes of this machine, for ``parallelism`` points at a time. They end with this command."""
 
     sweep: SweepFolder
 
@@ -127,7 +127,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Debug:
-    """One point after the other, from this process; what a run raises is raised here."""
+    """One point after the other, started from this process. An error of a run is raised here."""
 
     sweep: SweepFolder
 
@@ -136,7 +136,7 @@ class Debug:
             folder = self.sweep.point(point.hash)
             job = submitit.DebugExecutor(folder=self.sweep.logs).submit(point_job(folder, cluster))
             folder.write_submission("debug", job.job_id)
-            # As DebugJob.results() does it, which would open pdb on an error.
+            # What DebugJob.results() does, except that it would open pdb on an error.
             os.environ["SUBMITIT_DEBUG_JOB_ID"] = job.job_id
             try:
                 job.submission().result()
@@ -151,7 +151,7 @@ class Debug:
         """Nothing to do: such a job ends with the command that runs it."""
 
 
-#: By the name that ``nestpipe sweep submit --executor`` takes and that a sweep's files keep.
+#: By the name that ``nestpipe sweep submit --executor`` takes and that a sweep's files store.
 EXECUTORS: Mapping[str, Callable[[SweepFolder], Executor]] = {"local": Local, "slurm": Slurm, "debug": Debug}
 
 

@@ -1,4 +1,4 @@
-"""What a rank leaves behind when its job fails, also on a full disk."""
+"""What a rank leaves behind when its job fails, even on a full disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GaveUp(RuntimeError):
 
 
 def write_failure(folder: PointFolder, job: str, rank: int, error: Exception) -> None:
-    """Write ``error`` down in the point's folder. If even that cannot be written, the task's stderr has it."""
+    """Record ``error`` in the point's folder. If even that cannot be written, the task's stderr has it."""
     lines = str(error).strip().splitlines() or [""]
     what = lines[0] if isinstance(error, GaveUp) else f"{type(error).__name__}: {lines[0]}"
     data = {
@@ -35,11 +35,11 @@ def write_failure(folder: PointFolder, job: str, rank: int, error: Exception) ->
         drop_ballast(folder, job)
         write_json(folder.path / "failures" / f"{job}-{rank}.json", data)
     except OSError as full:
-        print(f"cannot write the failure down: {full}", flush=True)
+        print(f"cannot record the failure: {full}", flush=True)
 
 
 def take_ballast(folder: PointFolder, job: str) -> None:
-    """Occupy some room, which is given back for the report of a failure if the disk is full by then."""
+    """Reserve some disk space, which is freed for the report of a failure in case the disk is full by then."""
     # Random bytes: some file systems store no zeros.
     _ballast(folder, job).write_bytes(os.urandom(BALLAST_BYTES))
 

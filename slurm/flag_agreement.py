@@ -1,4 +1,4 @@
-"""One answer for all ranks to the signals that some of them got."""
+"""Makes all ranks agree on the signals that some of them received."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FlagAgreement:
         self._work: Any = None
 
     def of_all(self, mine: int) -> int:
-        """Call once per step on every rank: the answer to what the ranks said in the call before."""
+        """Call once per step on every rank. Returns the largest flag that the ranks passed in the previous call."""
         agreed = NOTHING
         if self._work is not None:
             self._work.wait()
@@ -29,7 +29,7 @@ class FlagAgreement:
         return agreed
 
     def close(self) -> None:
-        """Wait for the last exchange, which all ranks that end in order take part in."""
+        """Wait for the last exchange. All ranks that end normally take part in it."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -5,7 +5,7 @@ points/HASH/point.json              what the point is
 points/HASH/submission.json         executor, job and time of its latest submission
 points/HASH/progress.json           the latest step of the job that runs it
 points/HASH/failures/JOB-RANK.json  what went wrong on a rank
-points/HASH/checkpoints/            saved states, removed when the result is there
+points/HASH/checkpoints/            saved states, removed when there is a result
 points/HASH/result/*.json           the record: the point is done
 logs/                               submitit's pickles, stdout and stderr of every task
 """
@@ -26,7 +26,7 @@ from nestpipe.measurement.record import Record, Store
 from slurm.grid import Grid, JobCluster
 from slurm.point import Point, point_from_json
 
-#: Note in progress.json of a job that was sent SIGTERM: by scancel, say.
+#: Note in progress.json of a job that was sent SIGTERM, for example by scancel.
 TOLD_TO_STOP = "told to stop"
 
 
@@ -35,7 +35,7 @@ class SweepError(RuntimeError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, {} if there is none or it cannot be read: another version, or a disk that was full."""
+    """The object in a file; {} if the file is missing or cannot be read (another version, or the disk was full)."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -44,13 +44,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Raises OSError."""
+    """Write the whole file or nothing. Raises OSError."""
     write_atomically(path, json.dumps(data, indent=1, default=str) + "\n")
 
 
 @dataclass(frozen=True)
 class PointFolder:
-    """What is known of one point."""
+    """What is known about one point."""
 
     path: Path
 
@@ -77,12 +77,12 @@ class PointFolder:
         return self.path / "checkpoints"
 
     def failures(self, job: str) -> list[dict[str, Any]]:
-        """Of ``job``, causes before consequences, each by time."""
+        """The failures of ``job``: causes before consequences, both in order of time."""
         found = [read_json(path) for path in (self.path / "failures").glob(f"{job}-*.json")]
         return sorted(filter(None, found), key=lambda f: (f.get("consequence", False), f.get("time", 0.0)))
 
     def write_result(self, record: Record) -> Path:
-        """Raises OSError with nothing half-written."""
+        """Raises OSError and leaves nothing half-written."""
         return Store(self.path / "result").write(record)
 
     def write_submission(self, executor: str, job: str) -> None:
@@ -91,7 +91,7 @@ class PointFolder:
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """Raises SweepError from ``settings`` if nothing was submitted yet."""
+    """A sweep's folder. ``settings`` raises SweepError if nothing has been submitted yet."""
 
     path: Path
 
@@ -125,7 +125,7 @@ class SweepFolder:
         )
 
     def settings(self) -> tuple[str, str, JobCluster]:
-        """Grid's name, executor and cluster of the latest submission."""
+        """The grid's name, the executor and the cluster of the latest submission."""
         data = read_json(self.path / "sweep.json")
         if not data:
             raise SweepError(f"{self.path} holds no sweep; submit one: nestpipe sweep submit GRID --folder {self.path}")
@@ -134,7 +134,7 @@ class SweepFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One submission at a time, so that no point is submitted twice. Raises SweepError during another one."""
+        """Allow one submission at a time, so that no point is submitted twice. Raises SweepError during another one."""
         busy = f"another command is submitting to {self.path}; wait for it"
         with sole_writer(self.path, busy=busy, option="--folder", error=SweepError):
             yield

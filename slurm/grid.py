@@ -1,4 +1,4 @@
-"""Grid files: TOML that says once what to sweep and where to run it. See ``slurm/grids/`` and ``slurm/README.md``."""
+"""Grid files: TOML that says what to sweep and where to run it. See ``slurm/grids/`` and ``slurm/README.md``."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ GRIDS = Path(__file__).parent / "grids"
 
 @dataclass(frozen=True)
 class JobCluster:
-    """Where points run and how jobs are asked for. Names and text go to sbatch as they are."""
+    """Where points run and how jobs are requested. Names and text go to sbatch unchanged."""
 
     tasks_per_node: int = 8
-    """Workers per node; points of fewer workers use part of one node."""
+    """Workers per node; points with fewer workers use part of one node."""
     max_workers: int = 0
-    """Points of more workers are simulated instead of run (0: no limit)."""
+    """Points with more workers are simulated instead of run (0: no limit)."""
     hardware: str = "h100-ib"
-    """The simulator's profile: predicts node hours, and stands in for what is larger than the cluster."""
+    """The simulator's profile: it predicts node hours, and simulates points larger than the cluster."""
     start_s: float = 60.0
-    """Seconds that a job spends before its first step, for the prediction."""
+    """Seconds that a job needs before its first step, for the prediction."""
     time: int = 60
     """Time limit of a job in minutes."""
     partition: str = ""
@@ -53,7 +53,7 @@ class JobCluster:
 
 @dataclass(frozen=True)
 class Grid:
-    """``points``: no two alike, in the order of the file."""
+    """``points``: all different, in the order of the file."""
 
     name: str
     path: Path
@@ -62,7 +62,7 @@ class Grid:
 
 
 def find_grid(name: str) -> Path:
-    """A grid of this project by name, or a file. Raises GridError, listing the known ones."""
+    """The file of a grid of this project by its name, or any other file. Raises GridError with the known names."""
     if (shipped := GRIDS / f"{name}.toml").is_file():
         return shipped
     if not Path(name).is_file():
@@ -72,11 +72,11 @@ def find_grid(name: str) -> Path:
 
 
 def load_grid(path: Path, changes: Mapping[str, Any] | None = None) -> Grid:
-    """Read a grid; ``changes`` take the place of what its [cluster] says. Raises GridError with file and line."""
+    """Read a grid; ``changes`` override what its [cluster] says. Raises GridError with file and line."""
     source = read_source(path)
     for table in source.tables:
         if table not in ("base", "sweep", "cluster"):
-            raise source.error(f"unknown table [{table}]; known are [base], [[sweep]], [cluster]", table, 0, table)
+            raise source.error(f"unknown table [{table}]; known: [base], [[sweep]], [cluster]", table, 0, table)
     sweeps = source.tables.get("sweep")
     if not isinstance(sweeps, list) or not sweeps:
         raise source.error("a grid needs at least one [[sweep]]", "sweep")
@@ -160,7 +160,7 @@ def _point(
         place = ("sweep", index, key) if key in sweep else ("base", 0, key)
         if place not in source.lines:
             place = ("sweep", index, "")
-        return source.error(f"{text}; change it, or leave the point out by a condition in where", *place)
+        return source.error(f"{text}; change it, or exclude the point with a condition in where", *place)
 
     def named_in(text: str) -> str:
         """The key that ``text`` is about: one that the file sets, if it names several."""
@@ -205,7 +205,7 @@ def shape(point: Point, cluster: JobCluster) -> tuple[int, int]:
 
 
 def by_shape(points: Sequence[Point], cluster: JobCluster) -> dict[tuple[int, int], list[Point]]:
-    """Points of one job shape together: an array has one shape."""
+    """Points grouped by job shape: an array has one shape."""
     shapes: dict[tuple[int, int], list[Point]] = {}
     for point in points:
         shapes.setdefault(shape(point, cluster), []).append(point)

@@ -1,4 +1,4 @@
-"""What a job does: one point, one rank per task. The callable that submitit pickles; submitting imports no torch."""
+"""What a job does: one point, one rank per task. submitit pickles this callable; submitting imports no torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from slurm.preemption import Flag, requeue
 
 @dataclass(frozen=True)
 class PointJob:
-    """Run the point of ``folder`` on the ranks of this job. Picklable; what a rank raises is written down first.
+    """Run the point of ``folder`` on the ranks of this job. Picklable. A rank's error is recorded, then raised.
 
-    ``time_s``, ``signal_delay_s``: the job's time limit and how long before it the signal comes. ``collective_s``:
-    after so long inside one collective a rank gives up.
+    ``time_s``, ``signal_delay_s``: the job's time limit and how long before it the signal comes. ``collective_s``: the
+    time after which a rank gives up inside one collective.
     """
 
     folder: str
@@ -29,7 +29,7 @@ class PointJob:
     collective_s: float = 1800.0
 
     def __call__(self) -> str | None:
-        """Name of the record's file, None on other ranks than 0."""
+        """The name of the record's file, None on ranks other than 0."""
         folder, job = PointFolder(Path(self.folder)), submitit.JobEnvironment()
         started = time.monotonic()
         try:
@@ -50,5 +50,5 @@ class PointJob:
             raise
 
     def checkpoint(self) -> DelayedSubmission:
-        """For submitit, when it requeues: the same job; what was saved is found in the point's folder."""
+        """submitit calls this to requeue: the same job, which finds what was saved in the point's folder."""
         return DelayedSubmission(self)

@@ -1,4 +1,4 @@
-"""Node hours of a grid before anything is submitted: the simulator's steps, times nodes."""
+"""Predicts the node hours of a grid before anything is submitted: simulated step times, multiplied by nodes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Prediction:
 
 
 def stand_in(name: str) -> Method:
-    """The method that the node hours of ``name`` are predicted by: itself, or ``serial`` if it cannot be priced."""
+    """The method that predicts the node hours of ``name``: itself, or ``serial`` if it cannot be priced."""
     method = find_method(name)
     return SERIAL if method.why_not_priced else method
 
 
 def predict(points: Iterable[Point], cluster: JobCluster) -> dict[str, Prediction]:
-    """By point's hash. Raises ProfileError or WorkloadError if the hardware profile cannot be used."""
+    """Predictions by the point's hash. Raises ProfileError or WorkloadError if the hardware profile cannot be used."""
     profile = load_profile(cluster.hardware)
     costs: dict[tuple[Method, int], list[tuple[Point, Mapping[str, float]]]] = {}
     for point in points:

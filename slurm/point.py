@@ -1,4 +1,4 @@
-"""A point of a grid: everything that decides one run, and the hash that names it."""
+"""A point of a grid: everything that determines one run, and the hash that names it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _GROUPS = {"data": DataConfig, "model": ModelConfig, "optimizer": OptimizerConfi
 RUN_SETTINGS = ("steps", "rounds", "clustering", "pace_dense", "evaluate", "replica_groups", "sync_interval")
 DEFAULTS: Mapping[str, Any] = {
     **{f.name: f.default for f in fields(RunConfig) if f.name in RUN_SETTINGS},
-    "rounds": 1,  # one method a job: nothing to interleave
+    "rounds": 1,  # one method per job: nothing to interleave
     **{f.name: f.default for group in _GROUPS.values() for f in fields(group) if f.default is not MISSING},
 }
-#: Axes that are no setting of the run, with the value that a grid need not write.
+#: Axes that are not settings of the run, with the value that they have if a grid does not set them.
 AXIS_DEFAULTS: Mapping[str, Any] = {"workers": 2, "method": "nestpipe", "micro_batch": None, "seed": 1}
 _HINTS = {name: hint for group in _GROUPS.values() for name, hint in get_type_hints(group).items()}
 
 
 def expected(name: str, value: Any) -> str:
-    """What ``name`` must be, "" if ``value`` is that."""
+    """What ``name`` must be, "" if ``value`` is valid."""
     default = DEFAULTS.get(name, AXIS_DEFAULTS.get(name))
     choices = get_args(_HINTS.get(name))
     if choices and type(None) not in choices:
@@ -42,9 +42,9 @@ def expected(name: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class Point:
-    """``settings``: fields of the run that differ from their defaults, so that a new field does not change old hashes.
+    """``settings``: fields of the run that differ from their defaults, so that new fields do not change old hashes.
 
-    ``simulated``: too large for the cluster; ``hardware``: the profile that it is simulated on, "" otherwise.
+    ``simulated``: whether it is too large for the cluster; ``hardware``: the profile to simulate it on, "" otherwise.
     """
 
     method: str
@@ -57,13 +57,13 @@ class Point:
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """Everything that decides the run, as its folder keeps it."""
+        """Everything that determines the run, as its folder stores it."""
         names = ("method", "workers", "micro_batches", "seed", "simulated", "hardware")
         return {**{name: getattr(self, name) for name in names}, "settings": dict(sorted(self.settings.items()))}
 
     @property
     def hash(self) -> str:
-        """12 hex digits of everything that decides the run; not of the grid, its order or the executor."""
+        """12 hex digits of everything that determines the run. The grid, its order and the executor do not count."""
         return hashlib.sha256(json.dumps(self.decisive, sort_keys=True).encode()).hexdigest()[:12]
 
     def __getitem__(self, name: str) -> Any:

@@ -1,10 +1,10 @@
-"""Preemption and time limits: signals to a job as flags, and the job's requeueing. Imports no torch.
+"""Preemption and time limits: turns signals to a job into flags, and requeues the job. Imports no torch.
 
 On preemption or at the time limit Slurm sends SIGUSR2 to every task. submitit would save on rank 0 inside its
 handler, in the middle of a collective. Here the handler of every rank only raises a flag. The ranks agree on the
 flags after a step (``flag_agreement``), save together and leave the process group (``run_on_rank``). Then rank 0 hands
 over to submitit's handler, which requeues the job. A plain SIGTERM (scancel, or a preemption without the signal) makes
-all ranks save and train on until they are killed: whoever sent it knows whether the job is to come back.
+all ranks save and continue until they are killed: whoever sent it knows whether the job should run again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from submitit.core.utils import UncompletedJobError
 
 from slurm.failures import GaveUp
 
-#: What a rank was told; the larger one overrides: nothing; save and train on; save and stop.
+#: What a rank was told: nothing; save and continue; save and stop. The larger one overrides the smaller.
 NOTHING, SAVE, SAVE_AND_STOP = 0, 1, 2
 
 #: Slurm sends the signal before a time limit up to this many seconds too early (``sbatch --signal``).
@@ -37,7 +37,7 @@ class Flag:
         self._told = max(self._told, SAVE_AND_STOP if number == signal.SIGUSR2 else SAVE)
 
     def take(self) -> int:
-        """What came since the last call."""
+        """The largest flag since the last call."""
         told, self._told = self._told, NOTHING
         return told
 
@@ -53,7 +53,7 @@ def requeue(submitit_handler: Any, ran_s: float, time_s: float, signal_delay_s: 
     def has_timed_out() -> bool:
         return timed_out
 
-    # submitit takes every signal to a job of less than ten minutes for its time limit; a preemption is none.
+    # submitit takes every signal to a job of less than ten minutes for its time limit, even a preemption.
     submitit_handler.__self__.has_timed_out = has_timed_out
     try:
         submitit_handler(signal.SIGUSR2, None)

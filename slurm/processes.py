@@ -1,4 +1,4 @@
-"""Local jobs as processes of this machine: which of them run, and their certain end."""
+"""Local jobs as processes of this machine: which of them run, and how to end them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def runs(job: str, logs: Path) -> bool:
 
 
 def end(jobs: Sequence[str], logs: Path) -> None:
-    """End local jobs with their tasks: all are asked first, what is left of them is killed."""
+    """End local jobs with their tasks: all of them are asked to end, and those left after END_S are killed."""
     pids = [pid for job in jobs if runs(job, logs) for pid in [int(job), *_descendants(int(job))]]
     for pid in pids:
         _kill(pid, signal.SIGINT)

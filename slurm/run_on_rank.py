@@ -29,13 +29,13 @@ PROGRESS_EVERY_S = 1.0
 def run_in_job(
     folder: PointFolder, point: Point, job: Any, flag: Flag, collective_s: float, checkpoint_every: int
 ) -> tuple[bool, str | None]:
-    """Whether the run was told to stop, and the record's file (None on other ranks than 0).
+    """Whether the run was told to stop, and the record's file (None on ranks other than 0).
 
-    ``job``: submitit's JobEnvironment. A rank that fails leaves the group as it is: the others may never come to a
+    ``job``: submitit's JobEnvironment. A rank that fails does not close the group: the others may never reach a
     barrier.
     """
     join(job, collective_s)
-    # Rank 0 looks for all: another host may see a shared file system a moment later.
+    # Rank 0 looks for all ranks: another host may see a change of a shared file system later.
     found: list[Any] = [None, None]
     if job.global_rank == 0:
         found = [str(folder.result) if folder.result else None, own_checkpoints(folder, job.job_id)]
@@ -71,7 +71,7 @@ def run_in_job(
 
 
 def run_alone(folder: PointFolder, point: Point, collective_s: float) -> str:
-    """For the debug executor: ranks started by the launcher, errors in this process. The record's file."""
+    """For the debug executor: the launcher starts the ranks, and errors are raised here. Returns the record's file."""
     return _write(folder, run(point.run_config(collective_s))[0].record, "loopback")
 
 
@@ -86,9 +86,9 @@ def _write(folder: PointFolder, record: Any, testbed: str) -> str:
 
 
 def own_checkpoints(folder: PointFolder, job: str) -> Path:
-    """A folder for the checkpoints of this start of the job, with the newest that an earlier start has left.
+    """A folder for the checkpoints of this start of the job, with the newest one that an earlier start has left.
 
-    A duplicate of the job, or one whose node is only thought dead, may still write: never into the same folder.
+    A duplicate of the job, or one whose node is wrongly thought dead, may still write, but never into the same folder.
     """
     own = folder.checkpoints / f"{job}-{uuid.uuid4().hex[:8]}"
     earlier = [path for path in folder.checkpoints.glob("*/*/step-*") if (path / "manifest.json").is_file()]
@@ -96,7 +96,7 @@ def own_checkpoints(folder: PointFolder, job: str) -> Path:
         newest = max(earlier, key=lambda path: (path.name, path.stat().st_mtime))
         target = own / newest.parent.name / newest.name
         try:
-            shutil.copytree(newest, target, copy_function=os.link)  # whole files never change
+            shutil.copytree(newest, target, copy_function=os.link)  # complete files never change
         except (OSError, shutil.Error):
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(newest, target)
@@ -107,7 +107,7 @@ def own_checkpoints(folder: PointFolder, job: str) -> Path:
 def join(job: Any, timeout_s: float) -> None:
     """Join the process group of this job's tasks."""
     if job.cluster == "local":
-        # Below the range that the system hands out; a job is one process on this machine, so its id is its own.
+        # Below the range that the system assigns. A job is one process on this machine, so its id is unique.
         port = 20000 + int(job.job_id) % 12000
         places = {"RANK": job.global_rank, "LOCAL_RANK": job.local_rank, "WORLD_SIZE": job.num_tasks}
         os.environ.update({k: str(v) for k, v in places.items()})
@@ -117,12 +117,12 @@ def join(job: Any, timeout_s: float) -> None:
 
 
 def testbed_name(job: Any) -> str:
-    """The name of the place in the record: links of a cluster are not those of one machine."""
+    """The testbed's name in the record: links of a cluster are not those of one machine."""
     return f"slurm:{job.num_nodes}x{job.num_tasks // job.num_nodes}" if job.cluster == "slurm" else "loopback"
 
 
 def progress_writer(folder: PointFolder, job: Any) -> Callable[..., None]:
-    """``tell(step, total, loss, note)`` on every rank; rank 0 writes now and then, and each note, which stays.
+    """Returns ``tell(step, total, loss, note)``. Rank 0 writes now and then, and at each note; a note stays.
 
     A full disk does not end a run.
     """

@@ -1,4 +1,4 @@
-"""What Slurm's own commands are given and what they answer: sbatch, squeue, scancel. sacct is never needed."""
+"""Calls Slurm's commands sbatch, squeue and scancel, and reads their answers. sacct is never needed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from slurm.folder import SweepError
 from slurm.grid import JobCluster
 from slurm.job import PointJob
 
-#: Seconds after which squeue is given up: a busy controller may take a while.
+#: Seconds to wait for squeue: a busy controller may take a while.
 SQUEUE_S = 30.0
 
-#: States of jobs that squeue may show for a while after their end.
+#: States that squeue may show for a while after a job has ended.
 ENDED = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -41,7 +41,7 @@ ENDED = {
 
 
 def sbatch_parameters(cluster: JobCluster, nodes: int, tasks: int, name: str) -> dict[str, Any]:
-    """For ``SlurmExecutor.update_parameters``: one job shape."""
+    """The arguments of ``SlurmExecutor.update_parameters`` for one job shape."""
     chosen: dict[str, Any] = {
         "job_name": name,
         "time": cluster.time,
@@ -49,7 +49,7 @@ def sbatch_parameters(cluster: JobCluster, nodes: int, tasks: int, name: str) ->
         "ntasks_per_node": tasks,
         "signal_delay_s": cluster.signal_delay_s,
         "array_parallelism": cluster.parallelism,
-        # A rank that fails ends its job: the others may wait for it inside a collective for ever.
+        # A rank that fails ends its job: the others may wait for it inside a collective forever.
         "srun_args": ["--kill-on-bad-exit=1"],
         "additional_parameters": {"requeue": True},
     }
@@ -64,7 +64,7 @@ def sbatch_parameters(cluster: JobCluster, nodes: int, tasks: int, name: str) ->
 
 
 def sbatch_text(cluster: JobCluster, nodes: int, tasks: int, name: str, count: int, logs: Path) -> str:
-    """What ``submit_array`` would give to sbatch for ``count`` points of one shape."""
+    """What ``submit_array`` would pass to sbatch for ``count`` points of one shape."""
     command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(logs))}"
     parameters = sbatch_parameters(cluster, nodes, tasks, name)
     return _make_sbatch_string(command, logs, map_count=count if count > 1 else None, **parameters)
@@ -79,19 +79,19 @@ def require_slurm() -> None:
 def submit_array(
     jobs: Sequence[PointJob], cluster: JobCluster, nodes: int, tasks: int, name: str, logs: Path
 ) -> list[str]:
-    """Submit ``jobs``, all of one shape, as one array. Their ids in order. Raises SweepError in one line."""
+    """Submit ``jobs``, all of one shape, as one array. Returns their ids in order. Raises SweepError in one line."""
     executor = SlurmExecutor(folder=logs, max_num_timeout=cluster.max_timeouts)
     executor.update_parameters(**sbatch_parameters(cluster, nodes, tasks, name))
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what sbatch says, and raises it
             return [job.job_id for job in executor.submit_array(list(jobs))]
-    except submitit.core.utils.FailedJobError as error:  # sbatch said no
+    except submitit.core.utils.FailedJobError as error:  # sbatch refused
         raise SweepError(f"sbatch refused {len(jobs)} jobs: {_errors(str(error))}") from None
 
 
 @dataclass(frozen=True)
 class QueueState:
-    """A job that Slurm still has: ``PENDING``, ``RUNNING`` ..., and why it waits."""
+    """A job that Slurm still has: its state (``PENDING``, ``RUNNING``, ...), and why it waits."""
 
     state: str
     reason: str
@@ -105,7 +105,7 @@ def queue_states(jobs: Iterable[str]) -> dict[str, QueueState] | None:
     numbers = ",".join(sorted({job.split("_")[0] for job in wanted}))
     everything = ["--noheader", "--array", "--states=all", "--format=%i|%T|%r"]
     done = _squeue([*everything, f"--jobs={numbers}"])
-    if done and "Invalid job id" in done.stderr:  # if one of several ids is forgotten, squeue may refuse them all
+    if done and "Invalid job id" in done.stderr:  # if Slurm has forgotten one of the ids, squeue may refuse all
         done = _squeue(everything)
     if done is None or done.returncode:
         return None
@@ -115,7 +115,7 @@ def queue_states(jobs: Iterable[str]) -> dict[str, QueueState] | None:
 
 
 def _squeue(options: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
-    """None if squeue is not there or does not answer in time."""
+    """The finished call of squeue; None if squeue is missing or does not answer in time."""
     try:
         return subprocess.run(["squeue", *options], capture_output=True, text=True, timeout=SQUEUE_S)
     except (OSError, subprocess.SubprocessError):
@@ -123,7 +123,7 @@ def _squeue(options: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
 
 
 def scancel(jobs: Sequence[str]) -> None:
-    """Raises SweepError if scancel cannot be run or refuses."""
+    """Cancel ``jobs``. Raises SweepError if scancel cannot be run or refuses."""
     if not jobs:
         return
     try:

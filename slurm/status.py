@@ -1,4 +1,4 @@
-"""What has become of each point: from its files, and from squeue or the process table for jobs that have none yet."""
+"""The state of each point: from its files, and from squeue or the process table for jobs that have no files yet."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from slurm.executors import EXECUTORS, JobState
 from slurm.folder import TOLD_TO_STOP, PointFolder, SweepFolder
 from slurm.point import Point
 
-#: From the best to the worst. ``resume`` submits the points of RESUMABLE states again; the jobs of ALIVE ones may run.
+#: From best to worst. ``resume`` submits the points of RESUMABLE states again; the jobs of ALIVE ones may run.
 STATES = ("done", "running", "pending", "requeued", "unknown", "missing", "cancelled", "gave up", "failed", "lost")
 RESUMABLE = ("missing", "cancelled", "gave up", "failed", "lost")
 ALIVE = ("running", "pending", "requeued", "unknown")
 STDERR_LINES = 6
-#: With less room than this a job can say nothing.
+#: With less disk space than this a job cannot report anything.
 FULL_BYTES = 65536
-#: Lines of stderr that say nothing about a failure: submitit's own, and torch's parting words.
+#: Lines of stderr that say nothing about a failure: submitit's own, and torch's last messages.
 NOISE = re.compile(r"^submitit (WARNING|INFO|ERROR)|^\[W\d|^terminate called without|^srun: (Job step|error: n)|^\s*$")
 
 
 @dataclass(frozen=True)
 class PointState:
-    """``detail``: how far, or why not. ``stderr``: last lines of the rank that failed first."""
+    """``detail``: how far it got, or why it failed. ``stderr``: last lines of the rank that failed first."""
 
     folder: PointFolder
     point: Point | None
@@ -41,7 +41,7 @@ class PointState:
 
 
 def point_states(sweep: SweepFolder, only: Iterable[str] | None = None) -> list[PointState]:
-    """Of all points ever submitted, or of those with the hashes ``only``."""
+    """The states of all points ever submitted, or of those with the hashes ``only``."""
     folders = sweep.points() if only is None else [sweep.point(name) for name in only]
     submissions = {folder.path.name: folder.submission for folder in folders}
     jobs: dict[str, list[str]] = {}
@@ -80,7 +80,7 @@ def _state(
         return as_state("running", ", ".join(filter(None, notes)))
     failures = folder.failures(job)
     stopped = (folder.path / "cancelled").exists() or progress.get("note") == TOLD_TO_STOP
-    # Ranks that are killed one after the other complain of each other: no failure if somebody stopped the job.
+    # Ranks that are killed one after the other report each other: not a failure if somebody stopped the job.
     if failures and not (stopped and all(f.get("consequence") for f in failures)):
         first = failures[0]
         state = "gave up" if first["what"].startswith("gave up") else "failed"
@@ -89,14 +89,14 @@ def _state(
         return as_state("unknown", f"{how_far} squeue does not answer".strip())
     if stopped:
         return as_state("cancelled", how_far)
-    why = "its job ended without a word: killed, or its node failed"
+    why = "its job ended without an error: it was killed, or its node failed"
     if shutil.disk_usage(sweep.path).free < FULL_BYTES:
         why = "its job ended, and the disk under the sweep's folder is full: make room, then resume"
     return as_state("lost", f"{how_far + '; ' if how_far else ''}{why}", stderr_tail(sweep.logs, job, 0))
 
 
 def stderr_tail(logs: Path, job: str, rank: int) -> list[str]:
-    """Last lines of a task's stderr that say something; of the batch script's if the task never started."""
+    """The last useful lines of a task's stderr, or of the batch script's if the task never started."""
     for path in (logs / f"{job}_{rank}_log.err", logs / f"{job}_0_log.err"):
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

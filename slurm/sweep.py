@@ -1,4 +1,4 @@
-"""Submit a grid, resume it, cancel it. What was submitted once, only ``resume`` submits again."""
+"""Submits, resumes and cancels a grid. Only ``resume`` submits a point again that was submitted before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slurm.status import ALIVE, RESUMABLE, PointState, point_states
 
 @dataclass(frozen=True)
 class Submitted:
-    """``jobs``: ids of the jobs that are left to themselves; none if the points have run by now."""
+    """``jobs``: ids of the jobs that outlive the submission; none if the points have run by then."""
 
     new: int
     simulated: int
@@ -45,7 +45,7 @@ def submit(sweep: SweepFolder, grid: Grid, executor: str, watch: Watch | None = 
 
 
 def resume(sweep: SweepFolder, changes: dict[str, Any], watch: Watch | None = None) -> Submitted:
-    """Submit again what is missing, failed, cancelled or lost; ``changes`` to the cluster's settings are kept.
+    """Submit again all missing, failed, cancelled or lost points; ``changes`` to the cluster's settings are kept.
 
     Raises SweepError, also if Slurm cannot say which jobs still run.
     """
@@ -64,7 +64,7 @@ def resume(sweep: SweepFolder, changes: dict[str, Any], watch: Watch | None = No
 
 
 def _forget(state: PointState) -> None:
-    """The next job of the point starts with a clean sheet; what was saved stays."""
+    """Remove old failures, so that the next job of the point starts clean. What was saved stays."""
     for path in [*state.folder.path.glob("failures/*.json"), state.folder.path / "cancelled"]:
         path.unlink(missing_ok=True)
 
@@ -95,7 +95,7 @@ def _nothing() -> None:
 
 
 def _simulate(sweep: SweepFolder, point: Point) -> None:
-    """Nothing runs: the point's record says that it is simulated, and on what."""
+    """Simulate the point instead of running it. Its record says so, and on what hardware."""
     config = SimulateConfig(
         hardware=point.hardware,
         methods=point.method,
@@ -113,7 +113,7 @@ def _simulate(sweep: SweepFolder, point: Point) -> None:
 
 
 def cancel(sweep: SweepFolder) -> list[PointState]:
-    """Cancel every job that waits or runs; what they saved stays for ``resume``. The states before."""
+    """Cancel every job that waits or runs; what they saved stays for ``resume``. Returns the states before."""
     sweep.settings()
     sweep.stop_file.touch()
     states = [s for s in point_states(sweep) if s.state in ALIVE]

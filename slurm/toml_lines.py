@@ -1,4 +1,4 @@
-"""A TOML file that remembers its lines."""
+"""Reads a TOML file and remembers the line of each key."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Source:
     lines: Mapping[tuple[str, int, str], int]
 
     def error(self, text: str, table: str = "", index: int = 0, key: str = "") -> GridError:
-        """``text`` with the file and the line of ``key`` in [table], or of the table's head without a key."""
+        """``text`` with the file and the line of ``key`` in [table], or else of the table's header."""
         line = self.lines.get((table, index, key), self.lines.get((table, index, ""), 1))
         return GridError(f"{self.path}:{line}: {text}")
 
     def check_keys(self, table: str, index: int, values: Mapping[str, Any], known: Collection[str]) -> None:
-        """Raises GridError for a key that is none of ``known``."""
+        """Raises GridError for a key that is not in ``known``."""
         for key in values:
             if key not in known:
                 raise self.error(f"unknown key '{key}' in [{table}]; {nearest(key, known)}", table, index, key)
@@ -37,11 +37,11 @@ class Source:
 
 def nearest(name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"known are {', '.join(known)}"
+    return f"did you mean '{close[0]}'?" if close else f"the known ones are {', '.join(known)}"
 
 
 def read_source(path: Path) -> Source:
-    """Raises GridError for a file that is not there or not TOML."""
+    """Raises GridError for a file that does not exist or is not TOML."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -53,12 +53,12 @@ def read_source(path: Path) -> Source:
     except tomllib.TOMLDecodeError as error:
         where = re.search(r"\(at line (\d+), column \d+\)", str(error))
         line = int(where[1]) if where else text.count("\n") + 1
-        raise GridError(f"{path}:{line}: no TOML: {str(error).split(' (at ')[0]}") from None
+        raise GridError(f"{path}:{line}: not TOML: {str(error).split(' (at ')[0]}") from None
     return Source(path, tables, _line_numbers(text))
 
 
 def _line_numbers(text: str) -> dict[tuple[str, int, str], int]:
-    """tomllib gives no positions. Keys of the flat tables that a grid has are at the start of a line."""
+    """The line of each key, which tomllib does not give. A grid's tables are flat, so keys start a line."""
     lines: dict[tuple[str, int, str], int] = {}
     seen: dict[str, int] = {}
     table, index = "", 0

@@ -14,7 +14,7 @@ RunOnRanks = Callable[..., list]
 
 
 class LazyPool:
-    """A RankPool that starts at first use and starts anew once a test has broken it."""
+    """A RankPool that starts at first use and starts again after a test has broken it."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -46,13 +46,13 @@ def _pool(workers: int) -> Iterator[LazyPool]:
 
 @pytest.fixture(scope="session")
 def pool1() -> Iterator[LazyPool]:
-    """One rank: what must not happen in the tests' own process."""
+    """One rank, for what must not happen in the tests' own process."""
     yield from _pool(1)
 
 
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[LazyPool]:
-    """Two ranks: `pool2.run(function, *args)` gives the results in rank order."""
+    """Two ranks: ``pool2.run(function, *args)`` gives the results in rank order."""
     yield from _pool(2)
 
 
@@ -63,7 +63,7 @@ def pool4() -> Iterator[LazyPool]:
 
 
 def pytest_configure() -> None:
-    """Take Ctrl-C even where a shell started us in the background, which ignores it, and so would all we start."""
+    """Handle Ctrl-C. A shell that starts us in the background has it ignored, also by every process that we start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

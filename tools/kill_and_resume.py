@@ -1,4 +1,4 @@
-"""Kill runs at random moments and inside the writing of checkpoints, resume them, compare with one never killed.
+"""Kill runs at random moments and while they write checkpoints, resume them, and compare with a run never killed.
 
     python tools/kill_and_resume.py --kills 20 --writes 5 --out counts.json
 
@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Methods that run interleaved, so that a kill finds any of them at work; ranks; how far losses may differ.
+#: Methods that run interleaved, so that a kill may hit any of them; ranks; how far losses may differ.
 FAMILIES = {
     "engine": (("nestpipe", "uniemb", "nestpipe+2d-sp", "nestpipe+bf16", "serial"), 2, 0.0),
     "torchrec": (("torchrec", "torchrec-bf16"), 2, 1e-6),
@@ -34,7 +34,7 @@ SIZE += "--sequence-length 10 --micro-batches 3 --pace-dense 3 --sync-interval 3
 
 @dataclass
 class Counts:
-    """Of one family: kills at random, kills inside a write, chains run to their end, largest difference of a loss.
+    """Counts of one family: kills at random, kills inside a write, chains run to the end, largest difference of a loss.
 
     ``crashes``: runs that a library ended by itself; they are resumed like killed ones.
     """
@@ -60,7 +60,7 @@ def losses(path: Path) -> dict[str, list[float]]:
 
 
 def half_written(folder: Path) -> set[tuple[str, int]]:
-    """Checkpoints under way or left behind, each with the time it was begun or last changed."""
+    """Checkpoints being written or left half-written, each with the time of its last change."""
     found = set()
     for path in folder.glob("*/.step-*.writing"):
         with contextlib.suppress(FileNotFoundError):
@@ -73,14 +73,14 @@ def saved_steps(folder: Path) -> int:
 
 
 def killed(process: subprocess.Popen, folder: Path, in_write: bool, draw: random.Random) -> bool:
-    """Kill the run, in a write or after a random while of training. False: it ended before that."""
+    """Kill the run, in a write or after a random time of training. False if it ended before that."""
     start, left = saved_steps(folder), half_written(folder)
     until = None
     while process.poll() is None:
         if in_write:
             if half_written(folder) - left:
                 break
-        elif until is None:  # training has begun once something new was saved, or soon after the start
+        elif until is None:  # training has begun once something new is saved or being written
             if saved_steps(folder) > start or half_written(folder) - left:
                 until = time.monotonic() + draw.uniform(0.0, 1.2)
         elif time.monotonic() > until:
@@ -90,7 +90,7 @@ def killed(process: subprocess.Popen, folder: Path, in_write: bool, draw: random
         return False
     process.send_signal(signal.SIGKILL)
     process.wait()
-    time.sleep(0.5)  # the ranks see their launcher's end
+    time.sleep(0.5)  # time for the ranks to see that their launcher has ended
     return True
 
 
@@ -141,10 +141,10 @@ def family(name: str, kills: int, writes: int, steps: int, seed: int, folder: Pa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated, of " + ", ".join(FAMILIES))
-    parser.add_argument("--kills", type=int, default=20, help="outside a write, per family")
-    parser.add_argument("--writes", type=int, default=5, help="inside a write, per family")
-    parser.add_argument("--steps", type=int, default=60, help="of each method")
-    parser.add_argument("--seed", type=int, default=1, help="of the moments at which runs are killed")
+    parser.add_argument("--kills", type=int, default=20, help="kills outside a write, per family")
+    parser.add_argument("--writes", type=int, default=5, help="kills inside a write, per family")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each method")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the moments at which runs are killed")
     parser.add_argument("--out", type=Path, help="write the counts here as JSON")
     options = parser.parse_args()
     counts = {}

@@ -1,7 +1,8 @@
-"""Batches of a TorchRec user's own type as ``Batch`` and back: micro-batches are cut without knowing the type.
+"""Converts batches of a TorchRec user's own type to ``Batch`` and back, so that any type can be cut into micro-batches.
 
-A user's batch is a dataclass, named tuple, tuple, list or mapping, nested at will, of tensors with one row per
-sample, ``KeyedJaggedTensor``s, ``JaggedTensor``s and constants (None, strings, numbers), equal in every batch.
+A batch may be a dataclass, named tuple, tuple, list or mapping, nested to any depth. Its leaves are tensors with one
+row per sample, ``KeyedJaggedTensor``s, ``JaggedTensor``s, and constants (None, strings, numbers) that are the same in
+every batch.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ _CONSTANTS = (type(None), str, int, float, bool)
 
 
 class BatchError(ValueError):
-    """A user's batch that cannot be cut into micro-batches; the message names the field."""
+    """A user's batch cannot be cut into micro-batches; the message names the field."""
 
 
 @dataclass(frozen=True)
 class ForeignBatches:
     """How batches of one type are taken apart and put together.
 
-    ``reads``: for each key of a KeyedJaggedTensor, the engine's features that read it (a key that several tables
-    read is several features). ``example``: the first batch, whose structure all others share.
+    ``reads``: for each key of a KeyedJaggedTensor, the engine's features that read it (one for each table that
+    reads the key). ``example``: the first batch, whose structure all others share.
     """
 
     reads: Mapping[str, Sequence[str]]
@@ -58,11 +59,11 @@ class ForeignBatches:
                 extra[path] = Jagged(value.values(), value.lengths().long())
             elif not isinstance(value, _CONSTANTS):
                 raise BatchError(
-                    f"batch{path} is a {type(value).__name__}; a batch holds tensors, (Keyed)JaggedTensors"
+                    f"batch{path} is a {type(value).__name__}; it may hold tensors, (Keyed)JaggedTensors, constants"
                 )
         if len(set(samples.values())) != 1:
             found = ", ".join(f"batch{path} {n}" for path, n in samples.items())
-            raise BatchError(f"the parts of a batch differ in samples: {found or 'no tensor at all'}")
+            raise BatchError(f"the parts of a batch differ in their number of samples: {found or 'no tensor'}")
         if missing := [key for key, features in self.reads.items() if any(f not in sparse for f in features)]:
             raise BatchError(f"no KeyedJaggedTensor of the batch has the key '{missing[0]}', which a table reads")
         count = next(iter(samples.values()))
@@ -89,7 +90,7 @@ class ForeignBatches:
         return _rebuilt(self.example, leaf)
 
     def batches(self, source: Iterator[Any]) -> Iterator[Batch]:
-        """``to_batch`` of each, with samples numbered from 0 across all of them."""
+        """Convert each batch of ``source``; samples are numbered from 0 across all of them."""
         first_id = 0
         for batch in source:
             converted = self.to_batch(batch, first_id)
@@ -115,7 +116,7 @@ def _is_jagged(value: Any) -> bool:
 
 
 def _children(value: Any) -> Mapping[str, Any] | None:
-    """Parts of a structure by the text that reaches them, None for a leaf."""
+    """The parts of a structure, keyed by the text that accesses them; None for a leaf."""
     if _is_keyed(value) or _is_jagged(value) or isinstance(value, Tensor):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,6 +1,6 @@
-"""Drop-ins for torchrec's embedding collections inside a model that the engine runs, and what they tell of tables.
+"""Drop-in replacements for torchrec's embedding collections in a model that the engine runs, and their tables.
 
-A key that several tables read is several features of the engine, named ``table/key``: each names one table.
+A key that several tables read becomes several features of the engine, one per table, named ``table/key``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor  # noqa: E40
 
 
 class HandedRows(nn.Module):
-    """The rows that the engine hands out for a micro-batch, by feature; no child modules of their own.
+    """The rows that the engine hands out for a micro-batch, by feature.
 
-    ``closed`` between micro-batches: whoever calls the model then is told what to do.
+    ``closed`` is True between micro-batches: a call of the model then raises RuntimeError that says what to do.
     """
 
     def __init__(self, source: nn.Module) -> None:
@@ -49,7 +49,7 @@ class HandedRows(nn.Module):
 
 @dataclass(frozen=True)
 class _Slot:
-    """One output of a collection: ``feature`` of the engine, ``key`` of the KeyedJaggedTensor, its ``name`` outside."""
+    """One output of a collection: the engine's ``feature``, the KeyedJaggedTensor's ``key``, the output's ``name``."""
 
     feature: str
     key: str
@@ -64,12 +64,12 @@ def find_collections(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def table_configs(collections: Mapping[str, nn.Module]) -> tuple[TableConfig, ...]:
-    """All tables. Raises ValueError for unequal dims, rows that are not float32, a name that two collections have."""
+    """All tables. Raises ValueError for unequal dims, rows other than float32, equal names."""
     tables: list[TableConfig] = []
     for path, collection in collections.items():
         for config in _configs(collection):
             if config.data_type.name != "FP32":
-                raise ValueError(f"table '{config.name}' of {path} is {config.data_type.name}; the engine has float32")
+                raise ValueError(f"table '{config.name}' of {path} is {config.data_type.name}; the engine needs FP32")
             if config.name in (table.name for table in tables):
                 raise ValueError(f"two collections have a table '{config.name}'; give it another name in {path}")
             features = tuple(f"{config.name}/{key}" for key in config.feature_names)
@@ -78,14 +78,14 @@ def table_configs(collections: Mapping[str, nn.Module]) -> tuple[TableConfig, ..
     if len({table.dim for table in tables}) > 1:
         dims = ", ".join(f"{table.name} {table.dim}" for table in tables)
         raise ValueError(
-            f"tables of unequal dims cannot share the dual buffer yet: {dims}; give all the largest embedding_dim, and "
-            "narrow what comes out by a Linear if the model needs it"
+            f"tables of unequal dims cannot share the dual buffer yet: {dims}; give all of them the largest "
+            "embedding_dim, and narrow the output with a Linear if the model needs it"
         )
     return tuple(tables)
 
 
 def read_keys(collections: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    """For each key that a table reads, the engine's features."""
+    """The engine's features for each key that a table reads."""
     reads: dict[str, list[str]] = {}
     for collection in collections.values():
         for slot in _slots(collection):
@@ -94,7 +94,7 @@ def read_keys(collections: Mapping[str, nn.Module]) -> dict[str, list[str]]:
 
 
 def whole_tables(collections: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Weights [rows, dim] by table, of the collections that hold any (not on the meta device)."""
+    """Weights [rows, dim] by table, for the tables that have values (those not on the meta device)."""
     found: dict[str, Tensor] = {}
     for collection in collections.values():
         found |= {name: t.weight.detach() for name, t in tables_of(collection).items() if not t.weight.is_meta}
@@ -102,12 +102,12 @@ def whole_tables(collections: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def tables_of(collection: Any) -> Any:
-    """The modules with a ``weight`` [rows, dim] each, a ModuleDict by table."""
+    """A ModuleDict by table; each module has a ``weight`` [rows, dim]."""
     return collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings
 
 
 def stated_optimizer(collections: Mapping[str, nn.Module]) -> SparseOptimizer:
-    """What ``apply_optimizer_in_backward`` stated for all tables. Raises ValueError for none, several, another rule."""
+    """The rule that ``apply_optimizer_in_backward`` set. Raises ValueError for none, several, or an unknown one."""
     stated = set()
     for collection in collections.values():
         for parameter in collection.parameters():
@@ -117,21 +117,21 @@ def stated_optimizer(collections: Mapping[str, nn.Module]) -> SparseOptimizer:
             stated.add((names, *(tuple(sorted(o.items())) for o in options)))
     if len(stated) != 1 or len(next(iter(stated))[0]) != 1:
         raise ValueError(
-            "state sparse_optimizer=SparseOptimizer(...), or one apply_optimizer_in_backward for all tables"
+            "pass sparse_optimizer=SparseOptimizer(...), or use one apply_optimizer_in_backward for all tables"
         )
     (name,), options = next(iter(stated))
     rules = {"SGD": "sgd", "RowWiseAdagrad": "rowwise_adagrad"}
     known = {key: value for key, value in options if key in ("lr", "eps")}
     if name not in rules or len(known) < len(options):
         raise ValueError(
-            f"tables are to be trained by {name}({dict(options)}), the engine has {', '.join(rules)}(lr, eps)"
+            f"the tables' optimizer is {name}({dict(options)}); the engine has only {', '.join(rules)} with lr and eps"
         )
     defaults = {"SGD": {"lr": 1e-3}, "RowWiseAdagrad": {"lr": 1e-2, "eps": 1e-10}}[name]
     return SparseOptimizer(rules[name], **{**defaults, **known})
 
 
 def drop_in(path: str, collection: nn.Module, rows: HandedRows) -> nn.Module:
-    """What takes the place of ``collection``."""
+    """The replacement for ``collection``."""
     return BagDropIn(collection, rows) if hasattr(collection, "embedding_bags") else SequenceDropIn(collection, rows)
 
 
@@ -143,20 +143,20 @@ class _DropIn(nn.Module):
         self._rows = rows
 
     def _arrived(self, features: Any) -> list[tuple[_Slot, Any, Any]]:
-        """Per output: what it is, the rows handed out, and the keys that the model asks with."""
+        """For each output: its slot, the rows handed out, and the keys that the model looks up."""
         handed, asked = self._rows(), features.to_dict()
         found = [(slot, handed[slot.feature], asked[slot.key]) for slot in self._slots]
         for slot, jagged, keys in found:
             if len(jagged.values()) != len(keys.values()):
                 raise ValueError(
-                    f"the model changes the keys of '{slot.key}' before its embedding collection; rows were fetched "
-                    "for the batch's keys: change them in the data loader"
+                    f"the model changes the keys of '{slot.key}' before its embedding collection, but rows were "
+                    "fetched for the batch's keys: change them in the data loader"
                 )
         return found
 
 
 class BagDropIn(_DropIn):
-    """In place of an EmbeddingBagCollection: KeyedJaggedTensor -> KeyedTensor, pooled."""
+    """Replaces an EmbeddingBagCollection: KeyedJaggedTensor -> pooled KeyedTensor."""
 
     def __init__(self, collection: Any, rows: HandedRows) -> None:
         super().__init__(collection, rows)
@@ -173,7 +173,7 @@ class BagDropIn(_DropIn):
         if self._is_weighted and features.weights_or_none() is None:
             keys = ", ".join(slot.key for slot in self._slots)
             raise ValueError(
-                f"the embedding bags of {keys} are weighted, and the batch's KeyedJaggedTensor has no weights"
+                f"the embedding bags of {keys} are weighted, but the batch's KeyedJaggedTensor has no weights"
             )
         pooled = [
             pool(rows.values(), rows.lengths(), slot.pooling, asked.weights() if self._is_weighted else None)
@@ -187,7 +187,7 @@ class BagDropIn(_DropIn):
 
 
 class SequenceDropIn(_DropIn):
-    """In place of an EmbeddingCollection: KeyedJaggedTensor -> JaggedTensor of rows by name."""
+    """Replaces an EmbeddingCollection: KeyedJaggedTensor -> JaggedTensors of rows by name."""
 
     def embedding_configs(self) -> Sequence[Any]:
         return self._configs

@@ -1,12 +1,12 @@
-"""NestPipe in a TorchRec user's own loop: the model stays as it is, one object takes the place of the pipeline.
+"""NestPipe in a TorchRec user's own loop: the model stays as it is, and one object replaces the pipeline.
 
     pipeline = NestPipeline(model, dense_optimizer=lambda p: torch.optim.Adam(p, lr=1e-3), micro_batches=8)
-    result = pipeline.progress(batches)          # as TrainPipelineSparseDist.progress
+    result = pipeline.progress(batches)          # like TrainPipelineSparseDist.progress
 
-``model`` is unsharded and holds torchrec's ``EmbeddingBagCollection`` or ``EmbeddingCollection``, any number of them,
-anywhere; it maps a batch to a loss, or to (loss, anything), as TorchRec's pipelines want it. In a frozen window it
-must be separable by sample: see ``nestpipe.adoption.separable``, which looks before the first step. Dropout works,
-with other random numbers than in one batch. What no check sees: a model that keeps state between batches in plain
+``model`` is unsharded and has any number of torchrec's ``EmbeddingBagCollection`` and ``EmbeddingCollection`` modules,
+anywhere. It maps a batch to a loss, or to (loss, anything), as TorchRec's pipelines expect. In a frozen window its
+loss must be separable by sample; ``nestpipe.adoption.separable`` checks that before the first step. Dropout works, but
+it draws other random numbers than for a whole batch. No check finds a model that keeps state between batches in plain
 attributes.
 """
 
@@ -45,26 +45,26 @@ REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class _Losses:
-    """How a model's output becomes the sum over samples of its loss."""
+    """Turns a model's output into the sum of its loss over samples."""
 
     reduction: str
 
     def total(self, output: Any, samples: int) -> Tensor:
-        """Raises ValueError for what is no loss."""
+        """The sum of the loss over ``samples`` samples. Raises ValueError if ``output`` has no such loss."""
         loss = output[0] if isinstance(output, tuple | list) and len(output) else output
         if not isinstance(loss, Tensor):
             raise ValueError(
                 f"the model must return its loss, or (loss, anything); it returned {type(output).__name__}"
             )
         if self.reduction == "mean" and loss.numel() != 1:
-            raise ValueError(f"the model returned {loss.numel()} losses, and reduction='mean' takes one: state 'none'")
+            raise ValueError(f"the model returned {loss.numel()} losses, but reduction='mean' takes one: pass 'none'")
         return (loss * samples).reshape(()) if self.reduction == "mean" else loss.sum()
 
 
 class AdoptedModel(nn.Module):
     """A user's model as the engine runs it: ``Batch`` in, the sum of its losses out.
 
-    Its embedding collections are replaced in place by drop-ins that pool the rows which the engine hands out.
+    Its embedding collections are replaced in place by drop-ins that pool the rows that the engine hands out.
     """
 
     def __init__(self, model: nn.Module, embeddings: nn.Module, batches: ForeignBatches, losses: _Losses) -> None:
@@ -89,17 +89,18 @@ class AdoptedModel(nn.Module):
 
 
 class NestPipeline:
-    """Trains ``model`` by a NestPipe method, with the interface of TorchRec's train pipelines.
+    """Trains ``model`` with a NestPipe method. It has the interface of TorchRec's train pipelines.
 
-    ``dense_optimizer``: list of parameters -> torch optimizer, for everything outside the tables.
-    ``sparse_optimizer``: None takes what ``apply_optimizer_in_backward`` stated on the tables. ``method``: any that
-    ``nestpipe methods`` lists and the engine runs. ``reduction``: the loss is the mean of its samples, their sum,
-    or one value each (``none``). ``clustering``: see ``nestpipe.clustering``. ``check``: look at the first batch.
+    ``dense_optimizer``: function from a list of parameters to a torch optimizer, for everything outside the tables.
+    ``sparse_optimizer``: None uses the one that ``apply_optimizer_in_backward`` set on the tables. ``method``: any
+    method of ``nestpipe methods`` that the engine runs. ``reduction``: whether the loss is the mean over samples,
+    their sum, or one value per sample (``none``). ``clustering``: see ``nestpipe.clustering``. ``check``: check on the
+    first batch that the loss is separable by sample.
 
-    Tables start from the collections' weights, or, if those are on the meta device, from torchrec's default
-    range, a function of (seed, table, row). The first ``progress`` is collective and builds the engine.
-    Raises NotSeparable, BatchError, or ValueError for what cannot be adopted: tables of unequal dims (pad them,
-    or let all have the largest), rows that are not float32, no collection at all.
+    Tables start from the collections' weights. If those are on the meta device, rows are drawn from torchrec's default
+    range as a function of (seed, table, row). The first ``progress`` is collective and builds the engine.
+    Raises NotSeparable or BatchError. Raises ValueError for a model that cannot be adopted: it has tables of unequal
+    dims (give all of them the largest), rows that are not float32, or no collection at all.
     """
 
     def __init__(
@@ -115,14 +116,14 @@ class NestPipeline:
         check: bool = True,
     ) -> None:
         if micro_batches < 1:
-            raise ValueError(f"micro_batches is {micro_batches}, must be at least 1")
+            raise ValueError(f"micro_batches is {micro_batches}; it must be at least 1")
         if isinstance(dense_optimizer, torch.optim.Optimizer) or not callable(dense_optimizer):
             raise ValueError(
-                f"dense_optimizer is a {type(dense_optimizer).__name__}; it is to be a function from parameters to an "
+                f"dense_optimizer is a {type(dense_optimizer).__name__}; it must be a function from parameters to an "
                 "optimizer, such as lambda p: torch.optim.AdamW(p)"
             )
         if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction '{reduction}' is none of {', '.join(REDUCTIONS)}")
+            raise ValueError(f"reduction '{reduction}' is not one of {', '.join(REDUCTIONS)}")
         collections = find_collections(model)
         if not collections:
             raise ValueError("the model holds no EmbeddingBagCollection or EmbeddingCollection; is it sharded already?")
@@ -146,14 +147,14 @@ class NestPipeline:
         self._skeleton: nn.Module = nn.Module()
 
     def progress(self, batches: Iterator[Any]) -> StepResult:
-        """One step. Raises StopIteration once the data of all ranks has ended and every batch is trained.
+        """Train one step. Raises StopIteration once the data of all ranks has ended and every batch has been trained.
 
-        ``batches``: the same iterator at every step; another one begins another pass over data.
+        ``batches``: the same iterator at every step; a new iterator starts another pass over the data.
         """
         if not isinstance(batches, Iterator):
             raise ValueError(
-                f"progress takes an iterator, the same at every step, and this is a {type(batches).__name__}: "
-                "batches = iter(loader) before the loop"
+                f"progress takes an iterator, the same one at every step, not a {type(batches).__name__}: "
+                "write batches = iter(loader) before the loop"
             )
         if self._source is not batches:
             self._source = batches
@@ -164,7 +165,7 @@ class NestPipeline:
 
     @property
     def outputs(self) -> list[Any]:
-        """The second part of the model's outputs of the last step, one per micro-batch that had samples, detached."""
+        """The second part of the model's outputs in the last step, detached: one per micro-batch that had samples."""
         return self._adopted.outputs if self._adopted else []
 
     @property
@@ -175,9 +176,9 @@ class NestPipeline:
         return self._trainer
 
     def export(self) -> nn.Module:
-        """The model as it was handed in, with its own collections and all that is trained so far: to evaluate or save.
+        """The model as it was passed in, with its own collections and everything trained so far, to evaluate or save.
 
-        A copy, on every rank, with whole tables: it must fit in memory. Collective, between steps.
+        Every rank gets a copy with whole tables, which must fit in memory. Collective; call it between steps.
         """
         trainer = self.trainer
         assert self._adopted is not None
@@ -194,7 +195,7 @@ class NestPipeline:
             self._trainer.close()
 
     def detach(self) -> None:
-        """``close`` by the name that TorchRec's pipelines have for the end of training."""
+        """``close``, under the name that TorchRec's pipelines have for the end of training."""
         self.close()
 
     def _converted(self, source: Iterator[Any]) -> Iterator[Batch]:
@@ -210,7 +211,7 @@ class NestPipeline:
         return clustered(batches, self._tables, self._micro_batches) if self._clustering else batches
 
     def _first_error(self, example: Any) -> Exception | None:
-        """What keeps this rank from training, seen on its first batch."""
+        """The error that keeps this rank from training, found on its first batch, or None."""
         if example is None:
             return ValueError("the first iterator holds no batch, so the type of batches is unknown")
         foreign = ForeignBatches(self._reads, example)
@@ -223,7 +224,7 @@ class NestPipeline:
         return None
 
     def _build(self, foreign: ForeignBatches) -> None:
-        tables = whole_tables(find_collections(self._model))  # before the drop-ins take their place
+        tables = whole_tables(find_collections(self._model))  # before the drop-ins replace them
         self._skeleton = _copy_without_tables(self._model, "meta")
 
         def build(embeddings: nn.Module) -> nn.Module:
@@ -233,13 +234,13 @@ class NestPipeline:
         spec = ModelSpec(self._tables, build, summed=True)
         trainer = self._method.build(spec, self._sparse, self._dense, self._seed, self._micro_batches)
         if not isinstance(trainer, Engine):
-            raise ValueError(f"method '{self._method.name}' is not run by the engine, so it cannot take a model over")
+            raise ValueError(f"method '{self._method.name}' is not run by the engine, so it cannot adopt a model")
         for name, values in tables.items():
             trainer.load_table(name, values)
         self._trainer = trainer
 
     def _check_separable(self, foreign: ForeignBatches, batch: Batch) -> None:
-        """With made-up rows: whether samples mix does not depend on their values."""
+        """Check with made-up rows: whether samples mix does not depend on the values of rows."""
         adopted = AdoptedModel(_copy_without_tables(self._model), _MadeUpRows(self._tables), foreign, self._losses)
 
         def loss_sum(model: nn.Module, part: Batch) -> Tensor:
@@ -251,7 +252,7 @@ class NestPipeline:
 
 
 class _MadeUpRows(nn.Module):
-    """Rows that are a function of the key, for a look at the model before there are tables."""
+    """Rows that are a function of the key, to check the model before there are tables."""
 
     def __init__(self, tables: tuple[TableConfig, ...]) -> None:
         super().__init__()
@@ -270,7 +271,7 @@ class _MadeUpRows(nn.Module):
 
 
 def _raise_on_all_ranks(error: Exception | None) -> None:
-    """Raises this rank's ``error``, or ValueError with that of the first rank that has one. Collective."""
+    """Raises this rank's ``error``, or ValueError with the error of the first rank that has one. Collective."""
     _, failed = outcomes(None if error is None else str(error))
     if error is not None:
         raise error
@@ -279,7 +280,7 @@ def _raise_on_all_ranks(error: Exception | None) -> None:
 
 
 def _copy_without_tables(model: nn.Module, device: str | None = None) -> nn.Module:
-    """A copy of ``model`` whose tables are not copied: they are ``model``'s own, or without values on ``device``."""
+    """A copy of ``model`` that shares its tables or, if ``device`` is given, has tables without values on it."""
     weights = [p for collection in find_collections(model).values() for p in collection.parameters()]
     memo = {id(p): p if device is None else nn.Parameter(torch.empty_like(p, device=device)) for p in weights}
     return copy.deepcopy(model, memo=memo)

@@ -1,8 +1,8 @@
-"""What cannot work inside a frozen window, found before the first step.
+"""Finds models that cannot be trained in a frozen window, before the first step.
 
-Micro-batches are computed apart and their gradients summed. That equals the whole batch only if a batch's loss
-is a sum (or a mean) of terms that depend on one sample each. Batch norm mixes samples in its statistics, in-batch
-negatives in the loss, and so does a mean that divides by anything but the number of samples.
+Micro-batches are computed separately and their gradients are summed. That equals the whole batch only if a batch's
+loss is a sum (or a mean) of terms that depend on one sample each. Batch norm mixes samples in its statistics. In-batch
+negatives mix them in the loss, and so does a mean that divides by anything but the number of samples.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def require_no_batch_statistics(model: nn.Module) -> None:
     ]
     if found:
         raise NotSeparable(
-            f"{', '.join(found[:3])}: batch norm takes its statistics over the batch, and micro-batches would give "
-            "others. Use LayerNorm or GroupNorm, put it into eval(), or train with micro_batches=1"
+            f"{', '.join(found[:3])}: batch norm computes its statistics over the batch, and those of "
+            "micro-batches differ. Use LayerNorm or GroupNorm, put it into eval(), or train with micro_batches=1"
         )
 
 
 def require_separable_loss(loss_sum: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> None:
-    """Raises NotSeparable unless the loss of ``batch`` is the sum of the losses of two parts of it, any two.
+    """Raises NotSeparable unless the loss of ``batch`` is the sum of the losses of two parts of it.
 
-    ``loss_sum(model, batch)``: the sum over samples of the loss. Tried in eval mode (dropout off), on a copy, so that
-    neither buffers nor random numbers of the model move; a loss that only rounding tells apart passes.
+    ``loss_sum(model, batch)``: the sum over samples of the loss. The check runs on a copy in eval mode (dropout off),
+    so that neither buffers nor random numbers of the model change. A difference that rounding explains is accepted.
     """
     if len(batch) < 2:
         return
@@ -51,7 +51,7 @@ def require_separable_loss(loss_sum: Callable[[nn.Module, Batch], Tensor], model
         whole, halves = (float(sum(loss_sum(model, b) for b in batches)) for batches in ([batch], parts))
     if abs(whole - halves) > _TOLERANCE * max(abs(whole), 1e-6):
         raise NotSeparable(
-            f"the loss of a batch ({whole:.6g}) is not the sum over its micro-batches ({halves:.6g}): in-batch "
-            "negatives, or a mean that does not divide by the number of samples? State reduction='sum' or 'none' if "
+            f"the loss of a batch ({whole:.6g}) is not the sum over its micro-batches ({halves:.6g}): does it use "
+            "in-batch negatives, or a mean over something else than samples? Pass reduction='sum' or 'none' if "
             "the loss is not a mean; otherwise train with micro_batches=1"
         )

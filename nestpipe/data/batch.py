@@ -14,10 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Jagged:
-    """A value list per sample, stored back to back.
+    """A list of values per sample, stored back to back.
 
     ``flat``: [sum of counts] (or [sum of counts, dim] once embedded), any dtype; ``counts``: int64 [samples].
-    The three accessors are torchrec's ``JaggedTensor`` interface, the part that a model may touch.
+    The three accessors are the part of torchrec's ``JaggedTensor`` interface that a model may use.
     """
 
     flat: Tensor
@@ -58,12 +58,12 @@ class Jagged:
 class Batch:
     """A rank's part of one global batch.
 
-    ``sparse``: embedding keys (int64) by feature name; which table a feature reads is the model's
-    affair (``TableConfig.features``). ``extra``: whatever else the dense part needs, by name:
+    ``sparse``: embedding keys (int64) by feature name; the model decides which table
+    a feature reads (``TableConfig.features``). ``extra``: whatever else the dense part needs, by name:
     jagged side information (timestamps) or one tensor row per sample. ``sample_ids``: int64
     [samples], stable names of the samples, which seed everything drawn per sample. ``global_samples``:
     samples of the batch over all ranks, or None if the source does not know it. ``share``: the
-    part of the rank's batch that this (micro-)batch is; 1.0 for a whole batch.
+    fraction of the rank's batch that this (micro-)batch is; 1.0 for a whole batch.
     """
 
     sparse: Mapping[str, Jagged]
@@ -87,7 +87,7 @@ class Batch:
     def split(self, micro_batches: int) -> list[Batch]:
         """``micro_batches`` consecutive parts whose sizes differ by at most one.
 
-        A batch smaller than that gives empty parts at the end: zero samples are legal everywhere.
+        A batch with fewer samples gives empty parts at the end: zero samples are valid everywhere.
         """
         size, larger = divmod(len(self), micro_batches)
         bounds = [m * size + min(m, larger) for m in range(micro_batches + 1)]

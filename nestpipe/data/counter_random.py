@@ -1,4 +1,4 @@
-"""Random numbers by counter: a draw is a function of what it is for, never of who drew before.
+"""Counter-based random numbers: a draw depends only on its counters, never on earlier draws.
 
 The hash is splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number
 generators, OOPSLA 2014), chained over the counters.

@@ -1,4 +1,4 @@
-"""A data set of user histories and its way into batches: the same for every source.
+"""Cuts a data set of user histories into batches, in the same way for every source.
 
 A sample is a window of one user's training history: up to ``sequence_length + 1`` items in time
 order; all but the last are inputs, all but the first are targets. Its sparse features are
@@ -6,9 +6,9 @@ order; all but the last are inputs, all but the first are targets. Its sparse fe
 * ``history``: the window's items, jagged;
 * ``negatives``: ``negatives`` items per sample, uniform, a function of (seed, epoch, sample id).
 
-``extra`` holds ``timestamps`` (int64 seconds, jagged as the history is) and the ids once more
-as ``history_ids`` (jagged) and ``negative_ids`` (int64 [samples, negatives]), because the dense
-part masks accidental hits and a pipeline may have consumed the sparse features by then.
+``extra`` holds ``timestamps`` (int64 seconds, jagged like the history) and the ids again
+as ``history_ids`` (jagged) and ``negative_ids`` (int64 [samples, negatives]). The dense part
+needs them to mask accidental hits, and a pipeline may have consumed the sparse features by then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nestpipe.data.batch import Batch, Jagged
 
 Reader = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
-_NEGATIVES = 1  # keeps the draws of one purpose apart from those of another
+_NEGATIVES = 1  # separates draws for one purpose from those for another
 
 
 class DataError(ValueError):
@@ -34,7 +34,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Histories:
-    """What a source of data gives: the histories of all users, read on demand.
+    """What a data source provides: the histories of all users, read on demand.
 
     ``items``: size of the vocabulary; ids are 0..items-1. ``lengths``: int64 [users], items of each
     user's training history. ``test_items``: int64 [users], the item after it, -1 if there is
@@ -55,7 +55,7 @@ class Histories:
 class Dataset(Histories):
     """Histories and how they are cut into samples and batches: a rank reads only the samples of its own slices.
 
-    ``windows``: ``last`` makes one sample per user of the latest items and cuts older ones; ``all`` cuts a
+    ``windows``: ``last`` makes one sample per user from the latest items and drops older ones. ``all`` cuts a
     history into consecutive samples that overlap by one item, so that each item but the first is a target once.
     """
 
@@ -86,11 +86,11 @@ class Dataset(Histories):
         return -(-self.samples // (self.batch_size * world_size))
 
     def batches(self, rank: int, world_size: int, start_step: int = 0, epochs: int | None = None) -> Iterator[Batch]:
-        """This rank's part of the global batches from ``start_step`` on, ``epochs`` of them in all (None: no end).
+        """This rank's part of the global batches from ``start_step`` to the end of ``epochs`` epochs (None: no end).
 
         A global batch is the next ``batch_size * world_size`` samples of the epoch's permutation
         (fewer at its end); rank r takes the r-th contiguous slice, which may be empty. Every rank
-        yields the same number of batches. Starting at a later step gives what a run from 0 gives there.
+        yields the same number of batches. Starting at a later step gives the batches that a run from step 0 has there.
         """
         steps = self.steps_per_epoch(world_size)
         step = start_step
@@ -133,6 +133,6 @@ class Dataset(Histories):
 
 
 def flat_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """int64 [sum of counts]: starts[i], starts[i]+1, ... counts[i] of them, for each i in turn."""
+    """int64 [sum of counts]: ``counts[i]`` consecutive integers from ``starts[i]``, for each i in turn."""
     before = np.cumsum(counts) - counts
     return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))

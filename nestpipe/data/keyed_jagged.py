@@ -1,4 +1,4 @@
-"""Sparse features in torchrec's form, for models and pipelines of torchrec. Importing this needs torchrec."""
+"""Sparse features in torchrec's format, for its models and pipelines. Importing this module needs torchrec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def keyed_jagged_tensor(
 ) -> KeyedJaggedTensor:
     """``features`` (such as ``Batch.sparse``) as one KeyedJaggedTensor, keys in the mapping's order.
 
-    ``weights``: by key, float32, one for each value of a feature; every key has some or none has.
+    ``weights``: by key, float32, one for each value of a feature; either all keys have weights or none has.
     """
     return KeyedJaggedTensor(
         keys=list(features),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class TableConfig:
     """One embedding table: ``rows`` x ``dim`` float32; ``features`` are the keys of ``Batch.sparse`` that read it.
 
-    A row's initial value is uniform in (-scale, scale) and depends on (seed, name, row) only.
+    A row's initial value is uniform in (-scale, scale) and depends only on (seed, name, row).
     """
 
     name: str

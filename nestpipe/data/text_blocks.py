@@ -1,4 +1,4 @@
-"""Text files in blocks of whole lines, so that a log of any size is read in little memory."""
+"""Reads text files in blocks of whole lines, so that a log of any size needs little memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Block:
-    """``text``: whole lines, each ended by one line feed. ``first_line``: the number of its first, from 1.
+    """``text``: whole lines, each ended by one line feed. ``first_line``: the number of the first line, from 1.
 
     ``end``: bytes of the file up to and including this block.
     """
@@ -26,7 +26,7 @@ class Block:
 
 
 def blocks(path: Path, size: int = BLOCK_BYTES) -> Iterator[Block]:
-    """The file's lines, CRLF read as LF, the last line ended if it was not. Raises OSError."""
+    """The file's lines: CRLF becomes LF, and a last line without a line feed gets one. Raises OSError."""
     rest, line, end = b"", 1, 0
     with path.open("rb") as file:
         while chunk := file.read(size):
@@ -44,9 +44,9 @@ def blocks(path: Path, size: int = BLOCK_BYTES) -> Iterator[Block]:
 
 @dataclass
 class BadRows:
-    """Counts rows that cannot be used and remembers the first few; raises at the first unless ``skip``.
+    """Counts rows that cannot be used and remembers the first few. Raises at the first one unless ``skip``.
 
-    ``error`` makes the exception from the sentence that names file, line and complaint.
+    ``error`` makes the exception from the sentence that names the file, the line and the problem.
     """
 
     skip: bool

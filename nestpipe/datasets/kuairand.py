@@ -1,9 +1,10 @@
 """KuaiRand 27K, 1K and Pure (Gao et al., CIKM 2022): logs of what was shown to whom, from the published CSV files.
 
-The standard logs are read (``log_standard*.csv`` of the folder, or of its ``data``, or one file by its name). Every
-exposure is an interaction, whatever the feedback. A user's history is in order of time, ties in order of files' names
-and lines; leave one out, the last is for testing. The first start converts (``kuairand_convert``) and every start
-maps the result: user and video numbers follow the order of the published ids, so batches are always the same.
+It reads the standard logs: ``log_standard*.csv`` in the folder or in its ``data`` folder, or one file given by name.
+Every exposure is an interaction, whatever the feedback. A user's history is in time order; ties are in the order of
+file names and lines. The split is leave-one-out: the last item is for testing. The first start converts the logs
+(``kuairand_convert``), and every start maps the result into memory. Users and videos are numbered in the order of the
+published ids, so batches are always the same.
 """
 
 from __future__ import annotations
@@ -53,21 +54,21 @@ def kuairand_histories(config: DataConfig, seed: int) -> Histories:
 
 
 def find_logs(path: str | None) -> list[Path]:
-    """The log files by name. Raises DataError."""
+    """The log files, sorted by name. Raises DataError."""
     what = "the folder of KuaiRand's log_standard*.csv"
     if path is None:
-        raise DataError(f"kuairand: no folder named; pass --data-path, {what}")
+        raise DataError(f"kuairand: no folder given; pass --data-path with {what}")
     place = Path(path)
     if place.is_file():
         return [place.resolve()]
     for folder in (place, place / "data"):
         if files := sorted(folder.glob("log_standard*.csv")):
             return [file.resolve() for file in files]
-    raise DataError(f"{place}: no log_standard*.csv there; pass --data-path, {what}")
+    raise DataError(f"{place}: no log_standard*.csv there; pass --data-path with {what}")
 
 
 def converted_folder(files: list[Path]) -> Path:
-    """Where the converted form of these files, as they are now, belongs: in their folder. Raises DataError."""
+    """The folder for the converted form of these files, as they are now: it is next to them. Raises DataError."""
     try:
         facts = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     except OSError as error:
@@ -82,4 +83,4 @@ def _meta(folder: Path) -> dict | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: cannot be read ({error}); remove it, and the logs are converted again") from None
+        raise DataError(f"{folder}: cannot be read ({error}); remove it to have the logs converted again") from None

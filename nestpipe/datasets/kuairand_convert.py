@@ -1,13 +1,13 @@
-"""KuaiRand's logs, once, into a compact form that is memory-mapped from then on. Two passes in bounded memory.
+"""Converts KuaiRand's logs, once, to a compact form that is memory-mapped from then on. Two passes in bounded memory.
 
-1. Every file, block by block: rows are dealt out to buckets on disk by user, and the videos seen are noted.
-2. The vocabulary is laid out; then each bucket, which fits in memory, is ordered by user and time and appended.
+1. Every file is read block by block: rows are written to buckets on disk by user, and the videos seen are recorded.
+2. The vocabulary is built. Then each bucket, which fits in memory, is sorted by user and time and appended.
 
-The result: ``items.npy`` and ``times.npy`` (int32 numbers of videos, seconds), a user's history in one piece;
-``first.npy`` int64 [users, 2], where each user's rows begin and how many there are; ``user_ids.npy`` and
-``video_ids.npy``, the published ids by number; ``meta.json``, written last. All is done in a folder of another
-name that takes its place at the end, so an interrupted conversion leaves nothing that could be mistaken for a whole
-one; the next start removes its remains and starts clean. Of several processes one converts, the others wait.
+The result is ``items.npy`` and ``times.npy`` (int32 video numbers and seconds), in which a user's history is
+contiguous; ``first.npy`` (int64 [users, 2]: the first row and the number of rows of each user); ``user_ids.npy`` and
+``video_ids.npy``, the published ids by number; and ``meta.json``, written last. All files are written in a folder with
+another name, which is renamed at the end, so an interrupted conversion cannot be mistaken for a whole one. The next
+start removes what is left of it and starts clean. If several processes start, one converts and the others wait.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from nestpipe.datasets.kuairand_rows import LogRows, read_log
 from nestpipe.machine.locking import lock
 from nestpipe.machine.progress import Advance, progress
 
-#: Changes when the converted form does.
+#: Changes when the converted form changes.
 FORMAT = 1
 _BUCKET_BYTES = 160 << 20  # of CSV text: about two million rows
 _MAX_BUCKETS = 512
-_BITMAP_IDS = 1 << 28  # ids below are noted in a byte each, larger ones in sorted lists
+_BITMAP_IDS = 1 << 28  # ids below are recorded in a byte each, larger ones in sorted lists
 _ROW = np.dtype([("user", "<i8"), ("video", "<i8"), ("time", "<i8")])
 
 
 def convert(files: Sequence[Path], folder: Path, skip: bool) -> None:
-    """Convert ``files`` into ``folder``. Raises DataError: a bad row (unless ``skip``), no good one, no space."""
+    """Convert ``files`` into ``folder``. Raises DataError for a bad row (unless ``skip``), no good row, no space."""
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         with lock(folder.with_name(f".{folder.name}.lock")):
@@ -54,7 +54,7 @@ def convert(files: Sequence[Path], folder: Path, skip: bool) -> None:
                 raise
     except OSError as error:
         where = error.filename or folder
-        raise DataError(f"{where}: {error.strerror}; the converted form belongs next to the logs") from None
+        raise DataError(f"{where}: {error.strerror}; the converted form is written next to the logs") from None
 
 
 def _convert(files: Sequence[Path], folder: Path, skip: bool) -> None:
@@ -85,7 +85,7 @@ def _convert(files: Sequence[Path], folder: Path, skip: bool) -> None:
 def _deal_out(
     files: Sequence[Path], folder: Path, buckets: int, bad: BadRows, advance: Advance
 ) -> tuple[int, VideosSeen]:
-    """Writes ``bucket-N`` files; the number of rows and the videos."""
+    """Write the ``bucket-N`` files. Returns the number of rows and the videos."""
     count, seen = 0, VideosSeen()
     with contextlib.ExitStack() as stack:
         open_files = [stack.enter_context((folder / f"bucket-{b}").open("wb")) for b in range(buckets)]
@@ -124,7 +124,7 @@ def _lay_out(folder: Path, rows: int, numbers: VideoNumbers, advance: Advance) -
             begins.append(first + at)
             counts.append(count)
             numbers(part["video"]).tofile(items)
-            # Seconds beyond 2038 would not fit; clamped, they keep their order.
+            # Seconds after 2038 would not fit. They are clamped, which keeps their order.
             np.minimum(part["time"] // 1000, np.iinfo(np.int32).max).astype(np.int32).tofile(times)
             at += len(part)
             advance(len(part))
@@ -136,7 +136,7 @@ def _lay_out(folder: Path, rows: int, numbers: VideoNumbers, advance: Advance) -
 
 @contextlib.contextmanager
 def _column(path: Path, rows: int) -> Iterator[IO[bytes]]:
-    """A .npy file of int32 [rows] to append to. (A map of the file would count as memory while it is filled.)"""
+    """A .npy file of int32 [rows] to append to. (A memory map would count as memory while it is filled.)"""
     with path.open("wb") as file:
         head = {"descr": np.dtype(np.int32).str, "fortran_order": False, "shape": (rows,)}
         np.lib.format.write_array_header_1_0(file, head)
@@ -180,7 +180,7 @@ class VideosSeen:
 
 
 class VideoNumbers:
-    """Maps ids to their places in the ascending vocabulary ``ids``, int32."""
+    """Maps ids to their positions in the ascending vocabulary ``ids``, int32."""
 
     def __init__(self, bitmap: np.ndarray, ids: np.ndarray) -> None:
         self._ids = ids

@@ -1,9 +1,9 @@
-"""The rows of a KuaiRand log: who was shown which video when, from CSV text, strictly and fast.
+"""Reads the rows of a KuaiRand log from CSV text, strictly and fast: who was shown which video, and when.
 
-A block whose bytes are only digits, commas, signs and line feeds goes through pyarrow's CSV reader. A block with
-anything else, or that does not come out as one sound row per line, is read line by line by Python's, to the same
-rules: a row has as many fields as the header; user, video and time are whole numbers of at most 18 digits (leading
-zeros aside), not negative, in quotes or not. The other columns are not looked at.
+A block that has only digits, commas, signs and line feeds goes through pyarrow's CSV reader. A block with any other
+byte, or one that does not give one valid row per line, goes line by line through Python's reader, with the same rules.
+A row has as many fields as the header. User, video and time are whole numbers of at most 18 digits (not counting
+leading zeros), not negative, with or without quotes. The other columns are not checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from nestpipe.data.dataset import DataError
 from nestpipe.data.text_blocks import BLOCK_BYTES, BadRows, Block, blocks
 
-#: The columns that are read: who, what, when (milliseconds since 1970).
+#: The columns that are read: user, video, time (milliseconds since 1970).
 USED = ("user_id", "video_id", "time_ms")
 _MAX_DIGITS = 18
 _UNUSUAL = np.ones(256, dtype=bool)
@@ -28,7 +28,7 @@ _UNUSUAL[np.frombuffer(b"0123456789,-\n", dtype=np.uint8)] = False
 
 @dataclass(frozen=True)
 class LogRows:
-    """Some rows of a log in file order, int64 [rows] each; ``bytes_read`` of its file so far."""
+    """Some rows of a log in file order, int64 [rows] each. ``bytes_read``: bytes of the file read so far."""
 
     users: np.ndarray
     videos: np.ndarray
@@ -37,7 +37,7 @@ class LogRows:
 
 
 def read_log(path: Path, bad: BadRows, size: int = BLOCK_BYTES) -> Iterator[LogRows]:
-    """All rows of one file. Raises DataError for a file that cannot be read or changes meanwhile, and a foreign header.
+    """All rows of one file. Raises DataError if the file cannot be read, changes during reading or has a wrong header.
 
     Bad rows go to ``bad``.
     """
@@ -53,7 +53,7 @@ def read_log(path: Path, bad: BadRows, size: int = BLOCK_BYTES) -> Iterator[LogR
         if columns is None:
             bad.add(path, 1, "the file is empty")
         if end != bytes_there:
-            raise DataError(f"{path}: {bytes_there} bytes when reading began, {end} at its end; it is being written to")
+            raise DataError(f"{path}: {bytes_there} bytes when reading began, {end} at the end; it is being written to")
     except FileNotFoundError:
         raise DataError(f"{path}: has vanished; put it back and start again") from None
     except OSError as error:
@@ -69,8 +69,8 @@ def _header(path: Path, block: Block) -> tuple[list[str], Block]:
     if missing := [name for name in USED if columns.count(name) != 1]:
         shown = line.decode("utf-8", "replace")[:60]
         raise DataError(
-            f"{path}:1: the header lacks {', '.join(missing)} ({shown!r}); expected a KuaiRand log, UTF-8, with "
-            "user_id, video_id, date, hourmin, time_ms and so on"
+            f"{path}:1: the header lacks {', '.join(missing)} ({shown!r}); expected a KuaiRand log in UTF-8 with "
+            "the columns user_id, video_id, date, hourmin, time_ms and so on"
         )
     return columns, Block(text, block.first_line + 1, block.end)
 
@@ -83,7 +83,7 @@ def _rows(path: Path, block: Block, columns: Sequence[str], bad: BadRows) -> Log
 
 
 def _fast(block: Block, columns: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """The three columns, or None if any line is not plainly good."""
+    """The three columns, or None if any line may be bad."""
     import pyarrow.csv  # a large package that only this data set needs
 
     if not block.text:
@@ -130,7 +130,7 @@ def _line_by_line(
 
 
 def _fields(line: bytes) -> tuple[list[str], str]:
-    """The fields of a line, or what keeps it from having any."""
+    """The fields of a line, and why it has none ("" if it has fields)."""
     if not line.strip():
         return [], "empty line"
     try:
@@ -142,7 +142,7 @@ def _fields(line: bytes) -> tuple[list[str], str]:
 
 
 def _complaint(fields: Sequence[str], columns: Sequence[str]) -> str:
-    """What is wrong with a row; nothing if it is good."""
+    """What is wrong with a row, "" if it is good."""
     if list(fields) == list(columns):
         return "a second header"
     if len(fields) != len(columns):

@@ -1,9 +1,9 @@
-"""The one way to a data set: by configuration.
+"""Loads a data set by its configuration; there is no other way to one.
 
-A data set is a function from (configuration, seed) to the ``Histories`` of users: who met which items when. All of
-them are trained on one task, the next item of a history (``nestpipe.models.next_item``); data without histories, such
-as single clicks, needs a task of its own and cannot be added here. The function goes into DATASETS and its name into
-``DataConfig.dataset``; the command line and the grids of sweeps follow from that.
+A data set is a function from (configuration, seed) to the ``Histories`` of users: who interacted with which items, and
+when. All data sets are trained on one task, the next item of a history (``nestpipe.models.next_item``). Data without
+histories, such as single clicks, needs another task and cannot be added here. To add a data set, add its function to
+DATASETS and its name to ``DataConfig.dataset``; the command line and the sweep grids follow from that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DATASETS: Mapping[str, Callable[[DataConfig, int], Histories]] = {
 
 
 def load_dataset(config: DataConfig, model: ModelConfig, seed: int) -> Dataset:
-    """The data set that ``config`` names, with samples as long as ``model`` reads. Raises DataError."""
+    """The data set that ``config`` names, with samples of the length that ``model`` reads. Raises DataError."""
     histories = DATASETS[config.dataset](config, seed)
     return Dataset(
         **vars(histories),

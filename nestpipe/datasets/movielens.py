@@ -1,8 +1,8 @@
-"""MovieLens (Harper and Konstan, 2015): user, item, rating and time a row, in each of its published layouts.
+"""MovieLens (Harper and Konstan, 2015): a user, item, rating and time per row, in each of its published layouts.
 
 100K has ``u.data`` (tab-separated), 1M and 10M ``ratings.dat`` (``::``), later sets ``ratings.csv`` (a header,
-commas, half stars, ids with gaps). Every rating is an interaction, whatever its value. Split: leave one out, the
-last item of each user in time order (ties in file order) is for testing.
+commas, half stars, ids with gaps). Every rating is an interaction, whatever its value. The split is leave-one-out:
+the last item of each user in time order (ties in file order) is for testing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def movielens_histories(config: DataConfig, seed: int) -> Histories:
 def read_rows(path: Path, skip: bool = False) -> tuple[np.ndarray, BadRows]:
     """int64 [rows, 3] of user, item, timestamp as written, and the rows that were skipped.
 
-    Raises DataError on a bad row unless ``skip``, and on a file without one good row.
+    Raises DataError on a bad row unless ``skip``, and on a file without any good row.
     """
     bad, good, lines = BadRows(skip, DataError), [np.empty((0, 3), dtype=np.int64)], 0
     separator = b"\t"
@@ -81,7 +81,7 @@ def read_rows(path: Path, skip: bool = False) -> tuple[np.ndarray, BadRows]:
 
 
 def _separator(text: bytes) -> bytes:
-    """The one of the first lines that hold any; tabs otherwise."""
+    """The most frequent separator at the start of the text; a tab if there is no separator."""
     head = text[:4096]
     return max(_SEPARATORS, key=head.count) if any(s in head for s in _SEPARATORS) else b"\t"
 
@@ -89,12 +89,12 @@ def _separator(text: bytes) -> bytes:
 def _find(path: str | None) -> Path:
     what = f"the ratings of MovieLens ({', '.join(_FILES)}) or their folder"
     if path is None:
-        raise DataError(f"movielens: no file named; pass --data-path, {what}")
+        raise DataError(f"movielens: no file given; pass --data-path with {what}")
     found = Path(path)
     if found.is_dir():
         found = next((found / name for name in _FILES if (found / name).is_file()), found / _FILES[0])
     if not found.is_file():
-        raise DataError(f"{found}: no such file; pass --data-path, {what}")
+        raise DataError(f"{found}: no such file; pass --data-path with {what}")
     return found
 
 

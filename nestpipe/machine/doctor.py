@@ -36,7 +36,7 @@ class Check:
 
 
 def diagnose() -> list[Check]:
-    """All checks, the required ones first. Raises nothing: what breaks while checking is a finding."""
+    """All checks, the required ones first. Raises nothing: an error during a check is a finding."""
     return [
         _python(),
         *_torch(),
@@ -121,7 +121,7 @@ def _cores() -> Check:
     if load > cores:
         return Check("cores", "warn", detail, "other work is running: times measured now will be too long")
     if cores < 2:
-        return Check("cores", "warn", detail, "overlap of compute and communication needs two cores or more")
+        return Check("cores", "warn", detail, "overlap of compute and communication needs at least two cores")
     return Check("cores", "ok", detail)
 
 
@@ -143,7 +143,7 @@ def _tmp() -> Check:
     free = shutil.disk_usage(folder).free / GIB
     detail = f"{free:.1f} GiB free in {folder}"
     if free < MIN_TMP_GIB:
-        return Check("disk", "warn", detail, f"free some, or set TMPDIR to a folder with {MIN_TMP_GIB:g} GiB")
+        return Check("disk", "warn", detail, f"free some space, or set TMPDIR to a folder with {MIN_TMP_GIB:g} GiB")
     return Check("disk", "ok", detail)
 
 
@@ -158,7 +158,7 @@ def _testbed() -> list[Check]:
     loopback = "runs on --testbed loopback work; shaped links (--testbed netns:...) do not"
     if os.geteuid() != 0:
         return [found, Check("namespaces", "warn", f"not root: {loopback}", "run as root for shaped links")]
-    # Bits of the capabilities that creating and wiring namespaces takes.
+    # Bits of the capabilities that are needed to create and connect namespaces.
     needed = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
     with open("/proc/self/status") as lines:
         effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
@@ -175,7 +175,7 @@ def _slurm() -> Check:
     present = [tool for tool in ("sinfo", "sbatch", "squeue", "sacct") if shutil.which(tool)]
     if {"sinfo", "sbatch"} <= set(present):
         return Check("Slurm", "ok", ", ".join(present))
-    return Check("Slurm", "warn", "no sinfo or sbatch: sweeps run on this machine only", "apt install slurm-client")
+    return Check("Slurm", "warn", "no sinfo or sbatch: sweeps run only on this machine", "apt install slurm-client")
 
 
 if __name__ == "__main__":

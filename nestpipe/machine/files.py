@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, places that are tried before they are needed, names of files."""
+"""Writes files whole or not at all, checks that paths can be written before they are needed, and names files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 class NotWritable(ValueError):
-    """A place that cannot be written; the message says which, why and what to do."""
+    """A path cannot be written; the message says which, why and what to do."""
 
 
 def require_writable(path: Path) -> None:
-    """Try to write the file ``path`` and leave nothing there but its folder. Raises NotWritable with the reason."""
+    """Check that the file ``path`` can be written; only its folder is created. Raises NotWritable with the reason."""
     if path.is_dir():
         raise NotWritable(f"cannot write {path}: it is a folder; name a file in it")
     if path.exists() and not path.is_file():
@@ -22,7 +22,7 @@ def require_writable(path: Path) -> None:
 
 
 def require_writable_folder(folder: Path) -> None:
-    """Make ``folder`` if it is not there, and try to write in it. Raises NotWritable with the reason."""
+    """Create ``folder`` if it does not exist, and check that it can be written. Raises NotWritable with the reason."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -36,8 +36,8 @@ def require_writable_folder(folder: Path) -> None:
 def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
     """Write the whole file or nothing. Raises OSError, with nothing left behind, if it cannot be written.
 
-    Text is written as UTF-8. ``durable``: the content is on disk when this returns. A link stays a link, and what is
-    not a file (``/dev/stdout``, a pipe) is written to, not replaced.
+    Text is written as UTF-8. ``durable``: the content is on disk when this returns. A link stays a link. A path
+    that is not a regular file (``/dev/stdout``, a pipe) is written to, not replaced.
     """
     path = path.resolve()
     data = content.encode() if isinstance(content, str) else content
@@ -60,5 +60,5 @@ def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> 
 
 
 def slug(text: str) -> str:
-    """``text`` as a part of a file name: "-" takes the place of everything but letters and digits."""
+    """``text`` as a part of a file name: "-" replaces everything but letters and digits."""
     return "".join(c if c.isalnum() else "-" for c in text).strip("-")

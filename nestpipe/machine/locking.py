@@ -1,4 +1,4 @@
-"""File locks between processes of this machine. The lock of a process that has ended, however it ended, is free."""
+"""File locks between processes of this machine. A lock is free once its process has ended, however it ended."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
-#: What a file system that has no locks answers.
+#: The errors of a file system that has no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
 def lock(file: Path, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of ``file``, which is made if it is not there. Children do not inherit the lock.
+    """Hold the lock of ``file``, which is created if it does not exist. Child processes do not inherit the lock.
 
     Raises BlockingIOError if another process holds it and ``wait`` is False, OSError if the file cannot be opened or
     its file system has no locks.
@@ -26,10 +26,10 @@ def lock(file: Path, wait: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sole_writer(folder: Path, *, busy: str, option: str, error: type[Exception]) -> Iterator[None]:
-    """Let no other process write to ``folder``, which is made if it is not there.
+    """Keep other processes from writing to ``folder``, which is created if it does not exist.
 
     Raises ``error``: with the text ``busy`` if another process holds the folder; with a text that names the command
-    line's ``option`` if the folder cannot be written. On a file system without locks nothing is held.
+    line's ``option`` if the folder cannot be written. On a file system without locks no lock is held.
     """
     with contextlib.ExitStack() as held:
         try:

@@ -1,4 +1,4 @@
-"""Small C sources, compiled once per version into the user's cache."""
+"""Compiles small C sources once per version into the user's cache."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 
 
 class NotCompiled(RuntimeError):
-    """A C source that cannot be compiled here; the message is the reason, and what to do."""
+    """A C source cannot be compiled here; the message gives the reason and what to do."""
 
 
 def compiled(source: Path, flags: Sequence[str] = (), suffix: str = "") -> Path:
-    """The program (or, by ``flags``, the library) that ``source`` compiles to, kept by the digest of its text.
+    """The program (or the library, depending on ``flags``) compiled from ``source``, cached by the digest of its text.
 
     Raises NotCompiled in one line.
     """
@@ -27,7 +27,7 @@ def compiled(source: Path, flags: Sequence[str] = (), suffix: str = "") -> Path:
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nestpipe"
     except RuntimeError as error:  # a user without a home
-        raise NotCompiled(f"there is no folder for it ({error}): name one with XDG_CACHE_HOME") from None
+        raise NotCompiled(f"there is no cache folder ({error}): name one with XDG_CACHE_HOME") from None
     built = folder / f"{source.stem}-{digest}{suffix}"
     if built.exists():
         return built
@@ -43,7 +43,7 @@ def compiled(source: Path, flags: Sequence[str] = (), suffix: str = "") -> Path:
                 lines = done.stderr.splitlines()
                 why = next((line for line in lines if "error" in line), done.stderr.strip())
                 raise NotCompiled(f"{compiler} says {why!r}: apt install gcc libc6-dev")
-            os.replace(fresh, built)  # atomic: ranks that start together do not meet a half-written file
+            os.replace(fresh, built)  # atomic: ranks that start together do not see a half-written file
     except OSError as error:
         raise NotCompiled(f"{folder} cannot be written ({error.strerror}): name another with XDG_CACHE_HOME") from None
     return built

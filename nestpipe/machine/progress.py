@@ -1,6 +1,6 @@
-"""Progress bars on a terminal: of a stretch of work, of stages one after the other, of methods side by side.
+"""Progress bars on a terminal: for one piece of work, for stages one after the other, for methods side by side.
 
-Without rich, or if nobody watches, the first is silent; the other two belong to the command line, which has rich.
+The first is silent without rich or without a terminal. The other two are for the command line, which has rich.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ try:
 except ImportError:  # the command line's packages are optional for the library
     bars = None  # type: ignore[assignment]
 
-#: Called with how much more has been done.
+#: Called with the amount of work done since the last call.
 Advance = Callable[[float], None]
 
 
@@ -38,7 +38,7 @@ def progress(title: str, total: float) -> Iterator[Advance]:
 
 @contextlib.contextmanager
 def progress_of_stages(console: Console, waiting: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Yields ``show(title, done, total)``: one bar whose title changes; on anything but a terminal, a line per title.
+    """Yields ``show(title, done, total)``: one bar whose title changes; without a terminal, a line per title.
 
     ``waiting``: the title before the first call.
     """
@@ -68,7 +68,7 @@ def progress_of_stages(console: Console, waiting: str) -> Iterator[Callable[[str
 def progress_side_by_side(
     console: Console, titles: Sequence[str], waiting: str
 ) -> Iterator[Callable[[str, int, int, str], None]]:
-    """Yields ``show(title, done, total, note)``: a bar for each of ``titles``; ``waiting`` is the note before that."""
+    """Yields ``show(title, done, total, note)``: a bar for each of ``titles``; ``waiting`` is the first note."""
     columns = (
         bars.TextColumn("{task.description:>14}"),
         bars.BarColumn(),

@@ -1,8 +1,8 @@
-"""Do torch, torchrec and fbgemm fit together? This is checked when torchrec is imported, never before.
+"""Checks that torch, torchrec and fbgemm fit together: when torchrec is imported, never before.
 
 The three are built against each other: fbgemm 1.9 does not load with torch 2.13 (undefined symbol), and the CUDA
 wheel of fbgemm, which torchrec asks for, breaks a CPU install (``libtorch_cuda.so``). The errors that follow name
-neither the versions nor the fix; this one does. The engine itself needs only torch.
+neither the versions nor the fix; the error raised here does. The engine itself needs only torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module, metadata
 
-#: The triple that this project is tested with; a later patch release of each is taken too.
+#: The triple that this project is tested with; a later patch release of each is accepted too.
 TESTED = {"torch": "2.13", "torchrec": "1.8", "fbgemm": "1.8"}
 
 FIX = """\
@@ -18,7 +18,7 @@ Install the three together:
   pip install torch==2.13.0 torchrec==1.8.0 fbgemm-gpu==1.8.0                       (CUDA)
   pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 torchmetrics==1.0.3 tensordict pyre-extensions iopath tqdm
   pip install --no-deps torchrec==1.8.0                                             (CPU: both lines)
-On a CPU, torchrec's own dependency fbgemm-gpu must stay out: it is the CUDA build and overwrites the other."""
+On a CPU, do not install torchrec's dependency fbgemm-gpu: it is the CUDA build and overwrites the CPU build."""
 
 
 def installed_versions(version: Callable[[str], str] = metadata.version) -> dict[str, str]:
@@ -43,7 +43,7 @@ def installed_versions(version: Callable[[str], str] = metadata.version) -> dict
 
 
 def mismatch(found: dict[str, str]) -> str | None:
-    """What is wrong with the installed triple and how to mend it, or None if it is the tested one."""
+    """What is wrong with the installed triple and how to fix it, or None if it is the tested one."""
     wrong = [n for n, want in TESTED.items() if found[n] != want and not found[n].startswith(want + ".")]
     if not wrong:
         return None

@@ -8,8 +8,8 @@ A block, with phi = SiLU, RMSN = root-mean-square norm and n = the longest histo
     O          = H W_o + X                                               (multi-stage FFN, first stage)
     Y          = (phi(O' W_1) * (O' W_3)) W_2 + O,  O' = RMSN(O)         (second stage: SwiGLU)
 
-Where HSTU adds time and position to the semantic weights, each is a channel of its own here, with values of its
-own share of U. alpha is a table over the logarithm of time, beta one over relative positions. No dropout.
+HSTU adds time and position to the semantic weights. Here each is a separate channel with its own part of U. alpha is
+a table over the logarithm of time, beta a table over relative positions. There is no dropout.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class FuXiBlock(nn.Module):
         self.gate = nn.Linear(width, FFN_MULTIPLE * width, bias=False)
         self.up = nn.Linear(width, FFN_MULTIPLE * width, bias=False)
         self.down = nn.Linear(FFN_MULTIPLE * width, width, bias=False)
-        # A channel's weights are used as they are, with no 1 / n: begin where a mean over history would be.
+        # A channel's weights are not divided by n, so they start at the scale of a mean over the history.
         nn.init.normal_(self.time_bias, std=1 / longest)
         nn.init.normal_(self.position_bias, std=1 / longest)
 
     def forward(self, x: Tensor, apart: Tensor, buckets: Tensor, visible: Tensor) -> Tensor:
-        """``apart``, ``buckets``, ``visible``: as in ``HSTUBlock``, but ``visible`` is 1 where position i sees j."""
+        """``apart``, ``buckets``, ``visible``: as in ``HSTUBlock``, but ``visible`` is 1 if position i sees j."""
         width, n = x.shape[-1], len(self.position_bias)
         u, v, q, k = F.silu(self.uvqk(rms_norm(x))).split([3 * width, width, width, width], dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
@@ -61,7 +61,7 @@ class FuXiBlock(nn.Module):
 
 
 class FuXi(nn.Module):
-    """A stack of blocks over jagged histories; takes and gives what ``HSTU`` does.
+    """A stack of blocks over jagged histories; inputs and outputs are those of ``HSTU``.
 
     ``width`` elements per position (a multiple of ``heads``), ``layers`` blocks, histories of up to ``longest``.
     """
@@ -75,7 +75,7 @@ class FuXi(nn.Module):
     def forward(self, x: Tensor, timestamps: Tensor) -> Tensor:
         """[samples, t, width], padded at the end, and int64 seconds [samples, t] -> [samples, t, width].
 
-        Position i has seen items 0..i, so real positions see no padding; what padded ones hold means nothing.
+        Position i has seen items 0..i, so real positions see no padding; the output at padded positions is meaningless.
         """
         steps = torch.arange(x.shape[1], device=x.device)
         apart = (steps[:, None] - steps[None, :]).clamp(min=0)

@@ -8,7 +8,7 @@ A block, with phi = SiLU and n = the longest history the model reads:
 
 ``rab`` is a bias by relative position and by the logarithm of the time between two items. Attention
 is pointwise: no softmax, so a row's result does not depend on how far its batch is padded. Input norm
-and residual are those of the authors' code. No dropout: results must not depend on the order of work.
+and residual are those of the authors' code. There is no dropout: results must not depend on the order of work.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ TIME_BUCKETS = 32  # of log2 seconds: the last begins at 2**31 s, 68 years
 
 
 def padded_index(lengths: Tensor, longest: int, total: int) -> Tensor:
-    """int64 [samples, longest]: the place of each position in the flat values; ``total`` if there is none."""
+    """int64 [samples, longest]: the index of each position in the flat values; ``total`` for padding."""
     steps = torch.arange(longest, device=lengths.device)
     starts = lengths.cumsum(0) - lengths
     return torch.where(steps < lengths[:, None], starts[:, None] + steps, total)
 
 
 def pad(values: Tensor, index: Tensor) -> Tensor:
-    """[samples, longest, ...] of flat ``values`` [total, ...], zero where ``index`` says total."""
+    """[samples, longest, ...] of flat ``values`` [total, ...], zero where ``index`` is total."""
     with_zero = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
     return with_zero.index_select(0, index.flatten()).unflatten(0, index.shape)
 
@@ -40,7 +40,7 @@ def time_buckets(timestamps: Tensor) -> Tensor:
 
 
 def look_up(bias: Tensor, index: Tensor) -> Tensor:
-    """``bias[index]`` of a vector, with the backward that is fast on a CPU, or deterministic on a GPU."""
+    """``bias[index]`` of a vector, with a backward that is fast on a CPU or deterministic on a GPU."""
     if bias.is_cuda:
         return F.embedding(index, bias[:, None])[..., 0]
     return bias.gather(0, index.flatten()).view(index.shape)
@@ -60,9 +60,9 @@ class HSTUBlock(nn.Module):
         nn.init.normal_(self.time_bias, std=0.02)
 
     def forward(self, x: Tensor, apart: Tensor, buckets: Tensor, visible: Tensor) -> Tensor:
-        """``apart``: int64 [t, t], i - j where j <= i; ``buckets``: int64 [samples, t, t], of time.
+        """``apart``: int64 [t, t], i - j for j <= i; ``buckets``: int64 [samples, t, t], time buckets.
 
-        ``visible``: float32 [t, t], 1 / n where position i sees j (j <= i), else 0.
+        ``visible``: float32 [t, t], 1 / n if position i sees j (j <= i), else 0.
         """
         u, v, q, k = F.silu(self.uvqk(self.norm_in(x))).chunk(4, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
@@ -88,7 +88,7 @@ class HSTU(nn.Module):
     def forward(self, x: Tensor, timestamps: Tensor) -> Tensor:
         """[samples, t, width], padded at the end, and int64 seconds [samples, t] -> [samples, t, width].
 
-        Position i has seen items 0..i, so real positions see no padding; what padded ones hold means nothing.
+        Position i has seen items 0..i, so real positions see no padding; the output at padded positions is meaningless.
         """
         t = x.shape[1]
         steps = torch.arange(t, device=x.device)

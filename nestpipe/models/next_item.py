@@ -24,7 +24,7 @@ BACKBONES: Mapping[str, Callable[[int, int, int, int], nn.Module]] = {"hstu": HS
 
 
 class NextItem(nn.Module):
-    """The dense part: embedded history and negatives to one loss per sample."""
+    """The dense part: maps embedded histories and negatives to one loss per sample."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class NextItem(nn.Module):
         return (losses * real).sum(1) / inputs.clamp(min=1)
 
     def encode(self, items: Tensor, timestamps: Tensor) -> Tensor:
-        """What follows each position: embeddings [samples, t, dim], padded at the end -> queries [samples, t, dim].
+        """Predict the next item: embeddings [samples, t, dim], padded at the end -> queries [samples, t, dim].
 
         ``timestamps``: int64 seconds [samples, t]. The score of an item is the query's inner product
         with ``represent(its embedding)``.
@@ -69,11 +69,11 @@ class NextItem(nn.Module):
         return F.normalize(hidden, dim=-1, eps=1e-6) / TEMPERATURE
 
     def represent(self, items: Tensor) -> Tensor:
-        """Item embeddings [..., dim] as scores compare them."""
+        """Item embeddings [..., dim], normalised as scores need them."""
         return F.normalize(items, dim=-1, eps=1e-6)
 
     def _longest(self, lengths: Tensor) -> int:
-        """Inputs to pad to: the most there are; on a device, where asking would wait, the most there may be."""
+        """The length to pad to: the longest input or, on a device, where reading it would wait, the maximum."""
         if lengths.device.type != "cpu":
             return self.longest
         return max(1, int(lengths.max()) - 1) if len(lengths) else 1

@@ -1,9 +1,9 @@
-"""Paced dense: the real math, then a wait, as a stand-in for an accelerator.
+"""A paced dense part: the real math, then a wait, as a stand-in for an accelerator.
 
-Two CPU cores cannot compute and move data at once: under overlap the dense math itself slows down.
-A paced dense part takes the stated time whenever its math takes less, in forward and in backward, and
-sleeps meanwhile, so that communication can proceed during it. It belongs to the model, so every
-method pays it alike. For CPU runs only: on CUDA the host's sleep would not hold the stream.
+Two CPU cores cannot compute and move data at the same time: the dense math itself slows down under
+overlap. If the math of a paced dense part takes less than the given time, in forward or in backward,
+the part sleeps for the rest, so that communication can proceed. Pacing is part of the model, so every
+method pays the same. It is for CPU runs only: on CUDA the host's sleep would not block the stream.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from nestpipe.data.batch import Batch, Jagged
 
 
 def paced(dense: nn.Module, ms_per_batch: float, forward_share: float = PACED_FORWARD) -> nn.Module:
-    """``dense``, whose calls ``dense(embedded, batch)`` last at least their part of ``ms_per_batch`` ms.
+    """``dense``, changed so that a call ``dense(embedded, batch)`` takes at least its part of ``ms_per_batch`` ms.
 
-    A (micro-)batch takes ``batch.share`` of it: ``forward_share`` of that in the forward, counted from
-    when its embeddings have arrived; the rest in the backward, from the loss gradient's arrival to the
-    embedding gradients' departure. The module is changed in place: parameter names and its other
-    methods stay.
+    A (micro-)batch takes ``batch.share`` of it. The forward takes ``forward_share`` of that, counted from
+    the arrival of its embeddings. The backward takes the rest, from the arrival of the loss gradient to
+    the departure of the embedding gradients. The module is changed in place: parameter names and its
+    other methods stay the same.
     """
-    running = local()  # the call under way in this thread; forward and its hooks share one
+    running = local()  # the current call of this thread; forward and its hooks share it
 
     def begin(_: nn.Module, arguments: tuple[Mapping[str, Any], Batch]) -> tuple[Mapping[str, Any], Batch]:
         embedded, batch = arguments

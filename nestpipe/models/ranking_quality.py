@@ -1,8 +1,8 @@
-"""Ranking quality, leave one out: the rank of each user's test item among all items the user has not seen.
+"""Ranking quality, leave-one-out: the rank of each user's test item among all unseen items.
 
-HR@k: share of users whose test item is among the first k. NDCG@k: mean of 1 / log2(1 + rank) there, 0
-elsewhere. Equal scores rank by item id, so that results do not depend on sort order. Users whose
-test item is among those they have seen (synthetic histories repeat items) are left out.
+HR@k: share of users whose test item is among the first k. NDCG@k: mean over users of 1 / log2(1 + rank) if
+the test item is among the first k, else 0. Equal scores rank by item id, so that results do not depend on sort
+order. Users whose test item is among those they have seen (synthetic histories repeat items) are left out.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from nestpipe.data.dataset import Dataset
 from nestpipe.models.hstu import pad, padded_index
 
 CUTOFFS = (10, 50)
-#: Scored at once, which bounds memory.
+#: Users and items that are scored at once, which bounds memory.
 USERS_AT_ONCE, ITEMS_AT_ONCE = 128, 1 << 16
 
 
 def evaluate(
     model: nn.Module, item_table: Tensor, dataset: Dataset, cutoffs: Sequence[int] = CUTOFFS
 ) -> dict[str, float]:
-    """``{"HR@10": ..., "NDCG@10": ..., ..., "users": how many count}`` in one process, on its CPU.
+    """``{"HR@10": ..., "NDCG@10": ..., ..., "users": number counted}`` in one process, on its CPU.
 
     ``model``: the sequence model or its ``dense`` part (``encode``, ``represent``); its embedding module
     is not used. ``item_table``: float32 [items, dim], the whole trained table.
     """
-    dense: Any = copy.deepcopy(getattr(model, "dense", model)).cpu()  # the copy: training continues where it was
+    dense: Any = copy.deepcopy(getattr(model, "dense", model)).cpu()  # a copy: training is not affected
     item_table = item_table.cpu()
     # One buffer for all scores: fresh pages would cost more than the product.
     memory = torch.empty(USERS_AT_ONCE * min(ITEMS_AT_ONCE, dataset.items))
@@ -52,7 +52,7 @@ def evaluate(
 
 
 def _queries(dense: Any, item_table: Tensor, dataset: Dataset, users: np.ndarray) -> Tensor:
-    """float32 [users, dim]: what follows each user's latest items; zero without history."""
+    """float32 [users, dim]: the query after each user's latest items; zero for a user without history."""
     counts = np.minimum(dataset.lengths[users], dataset.sequence_length)
     items, times = dataset.read(users, dataset.lengths[users] - counts, counts)
     lengths = torch.from_numpy(counts)
@@ -64,16 +64,16 @@ def _queries(dense: Any, item_table: Tensor, dataset: Dataset, users: np.ndarray
 
 
 def _seen(dataset: Dataset, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The users' whole training histories, flat, and each entry's place in ``users``."""
+    """The users' whole training histories, flat, and each entry's index in ``users``."""
     counts = dataset.lengths[users]
     items, _ = dataset.read(users, np.zeros_like(counts), counts)
     return items, np.repeat(np.arange(len(users)), counts)
 
 
 def _ranks(score: Callable[[np.ndarray], Callable[[int, int], Tensor]], dataset: Dataset) -> Tensor:
-    """int64 [users who count]: 1 + unseen items that score higher, or equal with a smaller id.
+    """int64 [users counted]: 1 + the number of unseen items that score higher, or equal with a smaller id.
 
-    ``score``: users -> (low, high) -> float32 [users, high - low], of items low to high; read before the next call.
+    ``score``: users -> (low, high) -> float32 [users, high - low], of items low to high - 1; read before the next call.
     """
     ranks = [np.empty(0, dtype=np.int64)]
     pieces = [(low, min(low + ITEMS_AT_ONCE, dataset.items)) for low in range(0, dataset.items, ITEMS_AT_ONCE)]

@@ -1,4 +1,4 @@
-"""Real rank processes, the group that they form, and their exchanges."""
+"""Real rank processes, their process group and their collectives."""
 
 from nestpipe.ranks.pool import RankPool
 from nestpipe.ranks.process import RankError, RankFailure

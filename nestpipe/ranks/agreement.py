@@ -17,10 +17,10 @@ class Failed:
 
 
 def outcomes(failure: str | None, result: Any = None) -> tuple[list[Any], Failed | None]:
-    """The results of all ranks in rank order, and the first failure, None if every rank's ``failure`` is None.
+    """The results of all ranks in rank order, and the first failure, or None if no rank has failed.
 
-    Collective. Every rank gets the same answer, so that all can raise. Without a process group this process is all
-    there is.
+    Collective. Every rank gets the same answer, so that all can raise. Without a process group there is only
+    this process.
     """
     found: list[Any] = [(failure, result)]
     if dist.is_available() and dist.is_initialized():

@@ -11,15 +11,15 @@ from torch import Tensor
 
 
 def error_on_its_way() -> bool:
-    """Whether an error is being handled, as in a ``finally`` that it passes: other ranks then come to no barrier."""
+    """Whether an error is being raised, as seen in a ``finally``: the other ranks then never reach a barrier."""
     return sys.exc_info()[0] not in (None, StopIteration)
 
 
 class Exchange:
-    """All2All and AllReduce on one process group; without torch.distributed there is one rank and nothing travels.
+    """All2All and AllReduce on one process group; without torch.distributed there is one rank and nothing is sent.
 
-    ``partition``: the ranks of every group, this rank's among them; None for one group of all. Collective over all
-    ranks, whatever their group.
+    ``partition``: the ranks of every group, including this rank's; None for one group of all ranks. Constructing one is
+    collective over all ranks, whatever their group.
     """
 
     def __init__(self, partition: Sequence[Sequence[int]] | None = None):
@@ -33,9 +33,9 @@ class Exchange:
         self.world_size = dist.get_world_size(self.group) if joined else 1
 
     def all_to_all(self, target: Tensor, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
-        """Send ``send[d]`` rows of ``source`` to each rank d, rank after rank; likewise ``receive`` into ``target``.
+        """Send ``send[d]`` rows of ``source`` to each rank d, in rank order, and fill ``target`` likewise.
 
-        Both tensors contiguous, of one dtype; splits in rows, zero allowed, both sides agree on them.
+        Both tensors are contiguous and have one dtype. Splits are in rows and may be zero; both sides agree on them.
         """
         if self.world_size == 1:
             target.copy_(source)
@@ -45,8 +45,8 @@ class Exchange:
             dist.all_to_all_single(target, source, list(receive), list(send), group=self.group)
 
     def _point_to_point(self, target: Tensor, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
-        # gloo's all-to-all queues its receive notices behind payload, which halves a full-duplex
-        # link; with every receive posted before the first send the exchange takes the ideal time.
+        # gloo's all-to-all queues its receive notices behind the payload, which halves the rate of a full-duplex
+        # link. If every receive is posted before the first send, the exchange takes the ideal time.
         incoming, outgoing = target.split(list(receive)), source.split(list(send))
         works: list[dist.Work | None] = []
         for step in range(1, self.world_size):
@@ -68,7 +68,7 @@ class Exchange:
             dist.all_reduce(tensor, group=self.group)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """[world_size, *tensor.shape]: every rank's tensor, all of one shape."""
+        """[world_size, *tensor.shape]: every rank's tensor, all of the same shape."""
         if self.world_size == 1:
             return tensor.unsqueeze(0)
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -76,7 +76,7 @@ class Exchange:
         return torch.stack(gathered)
 
     def close(self) -> None:
-        """Collective if there is a group: no rank may leave while another still talks to it."""
+        """Collective if there is a group: no rank may leave while another still communicates with it."""
         if self.group is not None and dist.is_initialized():
             dist.barrier(group=self.group)
             dist.destroy_process_group(self.group)

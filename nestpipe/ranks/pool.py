@@ -3,10 +3,10 @@
 >>> with RankPool(workers=2) as pool:            # doctest: +SKIP
 ...     losses = pool.run(train, config)         # [result of rank 0, result of rank 1]
 
-Each rank is a fresh interpreter in a process group of its own, joined to ``torch.distributed``. If one raises, is
+Each rank is a fresh interpreter in its own process group, joined to ``torch.distributed``. If one raises, is
 killed or exits, the others (which may wait for it inside a collective) are killed, and ``run`` raises
-``RankError`` with the first error on top. If the launcher ends in any way, its ranks end with it: each sees end
-of file on its control socket, and a guardian process kills what does not (a rank stuck in C code).
+``RankError`` with the first error on top. If the launcher ends in any way, its ranks end too: each sees end
+of file on its control socket, and a guardian process kills those that do not (a rank stuck in C code).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from nestpipe.testbed.testbed import Testbed
 
 
-# After a first failure: how long to listen for an earlier or better explained one of another rank.
+# How long to wait after the first failure for an earlier or better explained one from another rank.
 SETTLE_S = 0.4
 STACK_DUMP_S = 0.3
 STACK_LIMIT_S = 3.0
@@ -42,13 +42,13 @@ START_CODE = "import sys, json; sys.path[:] = json.loads(sys.argv[2]); from nest
 
 
 class RankPool:
-    """``workers`` rank processes that run one job after another. Use as a context manager.
+    """``workers`` rank processes that run one job after another. Use it as a context manager.
 
-    testbed: where the ranks live; None is this machine's loopback. A testbed that is not up yet is brought up
+    testbed: the hosts of the ranks; None is this machine's loopback. A testbed that is not up yet is brought up
         for the pool and taken down with it.
-    timeout_s: limit of one job in seconds (``run`` may set its own), and of one collective. On a timeout
-        the stacks of all ranks are in the error.
-    backend: of torch.distributed, e.g. "gloo" or "cpu:gloo,cuda:nccl".
+    timeout_s: limit in seconds for one job (``run`` may set another) and for one collective. After a timeout
+        the error has the stacks of all ranks that have not finished.
+    backend: the backend of torch.distributed, e.g. "gloo" or "cpu:gloo,cuda:nccl".
 
     Entering raises RankError when a rank cannot start, TestbedUnavailable when the testbed cannot.
     """
@@ -120,10 +120,10 @@ class RankPool:
         timeout_s: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``function(*args, **kwargs)`` on every rank; the results in rank order.
+        """Call ``function(*args, **kwargs)`` on every rank. Returns the results in rank order.
 
-        ``on_message(rank, object)`` is called here for each object that a rank gives to ``send_to_launcher``.
-        Raises RankError when a rank fails or the time is over; the pool is broken after that.
+        ``on_message(rank, object)`` is called here for each object that a rank passes to ``send_to_launcher``.
+        Raises RankError if a rank fails or the time limit is over; the pool is broken after that.
         """
         if self._failure is not None:
             raise RankError([], f"cannot run a job, the rank pool is out of use: {self._failure}")
@@ -134,7 +134,7 @@ class RankPool:
             limit = self.timeout_s if timeout_s is None else timeout_s
             results = self._collect("result", limit, on_message, getattr(function, "__name__", "a job"))
             return [pickle.loads(result[0]) for result in results]
-        except BaseException as error:  # Ctrl-C and a failing callback leave ranks in mid-job as well
+        except BaseException as error:  # Ctrl-C and a failing callback leave ranks in the middle of a job too
             self._failure = self._failure or f"{type(error).__name__} {str(error).splitlines()[:1]}"
             self._kill_all()
             raise
@@ -215,7 +215,7 @@ class RankPool:
         asked = time.monotonic()
         while not all(rank.has_stacks() for rank in missing) and time.monotonic() < asked + STACK_LIMIT_S:
             time.sleep(0.02)
-        time.sleep(STACK_DUMP_S)  # the writing itself
+        time.sleep(STACK_DUMP_S)  # time to write the stacks
         what = f"not done with {doing} after {limit_s:g} s"
         stacks = "\n".join(f"stacks of rank {rank.rank}:\n{rank.stacks()}" for rank in missing)
         now = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""The launcher's side of one rank process: messages, how it failed, and its certain end."""
+"""The launcher's side of one rank process: its messages, how it failed, and how it is ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from nestpipe.ranks.rank import FRAME_HEADER, dump
 
 SEND_TIMEOUT_S = 60.0
-# What gloo and NCCL say on a rank whose peer has gone: an effect of the failure, never its cause.
+# Errors of gloo and NCCL on a rank whose peer is gone: an effect of the failure, never its cause.
 CONSEQUENCE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|"
     r"Socket closed|Socket Timeout|remote process exited|NCCL communicator was aborted|"
@@ -33,7 +33,7 @@ class RankFailure:
 
     rank: int
     what: str
-    details: str  # traceback or stacks, "" if there is none
+    details: str  # traceback or stacks, or ""
     when_ns: int
 
     @property
@@ -44,7 +44,7 @@ class RankFailure:
 class RankError(RuntimeError):
     """A rank failed. The message is the first failure in one line, then that rank's traceback.
 
-    ``failures`` holds every failure seen, causes before consequences, each by time.
+    ``failures`` holds every failure seen, causes before consequences, both in order of time.
     """
 
     def __init__(self, failures: list[RankFailure], headline: str = "") -> None:
@@ -113,15 +113,15 @@ class RankProcess:
         return bool(select.select([self.pid_fd], [], [], within_s)[0])
 
     def kill(self) -> int:
-        """Kill the rank and everything it started, reap it; its exit code, negative for a signal."""
+        """Kill the rank and everything it started, and reap it. Returns its exit code, negative for a signal."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
 
     def death(self) -> RankFailure:
-        """Explain the end of a process that has ended without a word."""
-        code = self.kill()  # the code is of its own end; killed is what it may have left behind
+        """Explain the end of a process that has ended without a message."""
+        code = self.kill()  # the code is that of the rank itself; only processes that it left behind are killed
         if code < 0:
             what = f"was killed by {signal.Signals(-code).name} (process {self.process.pid})"
             if code == -signal.SIGKILL:
@@ -132,10 +132,10 @@ class RankProcess:
 
 
 def start_guardian(pids: list[int]) -> Callable[[], None]:
-    """A shell that kills the process groups ``pids`` once this process has ended; returns its dismissal.
+    """Start a shell that kills the process groups ``pids`` once this process has ended. Returns its dismissal.
 
-    The kernel's parent-death signal is no substitute: it spares what a rank has started, and fires when the
-    launching *thread* ends.
+    The kernel's parent-death signal is not a substitute: it does not reach what a rank has started, and it fires when
+    the launching *thread* ends.
     """
     groups = " ".join(f"-{pid}" for pid in pids)
     guardian = subprocess.Popen(

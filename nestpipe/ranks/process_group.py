@@ -1,4 +1,4 @@
-"""Joining torch.distributed, from a launcher of ours or from the environment of torchrun or Slurm, and leaving it."""
+"""Joins torch.distributed, from our own launcher or from the environment of torchrun or Slurm, and leaves it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class RankPlace:
 
 
 def set_one_thread() -> None:
-    """One intra-op thread, for every method alike: lane threads would each open an OpenMP pool."""
+    """Set one intra-op thread, for every method: otherwise each lane thread would open an OpenMP pool."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    # MKL loads parts of itself at its first use, and was seen to fail when that came amid several threads.
+    # MKL loads parts of itself at its first use. That has failed when several threads were running.
     torch.ones(32, 32) @ torch.ones(32, 32)
 
 
 def join_process_group(backend: str | None = None, timeout_s: float = 1800.0) -> RankPlace:
     """Join ``torch.distributed`` from the environment of torchrun or Slurm and set one intra-op thread.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID,
-    SLURM_JOB_NODELIST and SLURM_JOB_ID in their place. ``backend`` defaults to gloo, with NCCL for CUDA tensors if
-    there is one. Raises RuntimeError that names the missing variables.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or else SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID,
+    SLURM_JOB_NODELIST and SLURM_JOB_ID. ``backend`` defaults to gloo, with NCCL for CUDA tensors if there is a GPU.
+    Raises RuntimeError that names the missing variables.
     """
 
     def setting(*names: str) -> str:
@@ -71,7 +71,7 @@ def join_process_group(backend: str | None = None, timeout_s: float = 1800.0) ->
 
 
 def first_slurm_host(nodelist: str) -> str:
-    """First host of a Slurm node list: "n[3-5,9],m1" -> "n3". Written out, as compute nodes may lack scontrol."""
+    """First host of a Slurm node list: "n[3-5,9],m1" -> "n3". Parsed here, since compute nodes may lack scontrol."""
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
     if match is None:
         raise RuntimeError(f"SLURM_JOB_NODELIST {nodelist!r} names no host; set MASTER_ADDR")
@@ -90,8 +90,8 @@ def join_by_store(
 ) -> None:
     """Join the group of a ``RankPool`` through the file that its ranks share, and set one intra-op thread.
 
-    The store is an unlinked file that all ranks share by descriptor: no port to collide on, nothing to
-    reach over the network from a namespace, nothing left behind after a crash.
+    The store is an unlinked file that all ranks share by descriptor: there is no port to collide
+    on, nothing to reach over the network from a namespace, and nothing left behind after a crash.
     """
     set_one_thread()
     if interface:

@@ -1,8 +1,8 @@
-"""One rank process: joins the process group, serves the launcher's jobs, never outlives the launcher.
+"""One rank process: joins the process group, runs the launcher's jobs, and never outlives the launcher.
 
-A rank that ``nestpipe.ranks.pool.RankPool`` starts talks to it over one Unix socket. Frames both ways are an
-8-byte big-endian length and a pickle. A thread reads the socket all the time, so end of file (the launcher
-died, however it died) ends the rank and everything the rank started, also in the middle of a collective.
+A rank that ``nestpipe.ranks.pool.RankPool`` starts talks to it over one Unix socket. Frames in both directions
+are an 8-byte big-endian length and a pickle. A thread reads the socket all the time, so end of file (the launcher
+has ended, however it ended) ends the rank and everything it started, even in the middle of a collective.
 
 Ranks that Slurm or torchrun start use ``nestpipe.ranks.process_group`` instead.
 """
@@ -38,7 +38,7 @@ _launcher: Connection | None = None
 
 @dataclasses.dataclass(frozen=True)
 class RankConfig:
-    """What the launcher tells a rank before anything is imported; travels as JSON in argv."""
+    """What the launcher tells a rank before anything is imported; it is passed as JSON in argv."""
 
     rank: int
     world_size: int
@@ -72,7 +72,7 @@ class Connection:
             self._socket.sendall(FRAME_HEADER.pack(len(payload)) + payload)
 
     def receive(self) -> tuple[Any, ...] | None:
-        """Next message, still holding pickled parts; None at end of file."""
+        """The next message, whose parts are still pickled; None at end of file."""
         header = self._read(FRAME_HEADER.size)
         if header is None:
             return None
@@ -93,7 +93,7 @@ class Connection:
 
 
 def dump(value: Any) -> bytes:
-    """Pickle ``value``, by cloudpickle if it is installed (functions of ``__main__``, closures)."""
+    """Pickle ``value``, with cloudpickle if it is installed (for functions of ``__main__`` and closures)."""
     return dumps(value, protocol=5)
 
 
@@ -111,7 +111,7 @@ def _watch_launcher(connection: Connection, jobs: queue.SimpleQueue[tuple[Any, .
         jobs.put(message)
         if message[0] == "close":
             return
-    # The rank leads a process group of its own: data loader workers go with it.
+    # The rank leads its own process group: data loader workers end with it.
     os.killpg(0, signal.SIGKILL)
 
 
@@ -143,7 +143,7 @@ def _serve(connection: Connection, jobs: queue.SimpleQueue[tuple[Any, ...]]) -> 
 
 
 def main() -> None:
-    """Entry of a rank process; argv[1] is a RankConfig as JSON."""
+    """Entry point of a rank process; argv[1] is a RankConfig as JSON."""
     global _launcher
     config = RankConfig.from_json(sys.argv[1])
     stack_file = os.fdopen(os.dup(config.stack_fd), "w")
@@ -152,11 +152,11 @@ def main() -> None:
     connection = Connection(socket.socket(fileno=config.control_fd))
     jobs: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     try:
-        # Before any thread exists: entering a namespace moves one thread only.
+        # Before any thread exists: entering a namespace moves only one thread.
         if config.network_namespace:
             enter_network_namespace(config.network_namespace)
         threading.Thread(target=_watch_launcher, args=(connection, jobs), daemon=True, name="launcher").start()
-        # torch starts threads of its own: it is imported only now, inside the namespace.
+        # torch starts threads, so it is imported only now, inside the namespace.
         from nestpipe.ranks.process_group import join_by_store, leave_process_group
 
         join_by_store(

@@ -1,4 +1,4 @@
-"""SIGTERM unwinds a launcher as Ctrl-C does."""
+"""Makes SIGTERM unwind a launcher as Ctrl-C does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 def sigterm_unwinds() -> Iterator[None]:
     """SIGTERM raises SystemExit(143) in this block, so that ``with`` blocks inside it clean up.
 
-    Nothing changes outside the main thread, or if somebody handles the signal already.
+    Nothing changes outside the main thread, or if the signal has a handler already.
     """
     main_thread = threading.current_thread() is threading.main_thread()
     if not main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

@@ -4,7 +4,7 @@
 //   nestpipe-switch HOSTS DELAY_US OWNER_PIPE ...   (further arguments describe the testbed to readers of /proc)
 //
 // The namespaces have no names: this process holds them, as /proc/<pid>/fd/<n>, so the kernel removes them once
-// this process and the ones living in them have ended. Nothing is left to clean up, however the end came.
+// this process and the ones inside them have ended. Nothing is left to clean up, however they ended.
 // Prints "ready <descriptor of the switch> <descriptor of host 0> ..." when the namespaces exist.
 // DELAY_US > 0: TAP pairs host<i> <-> port<i> exist in the switch's namespace; the caller moves host<i> into its
 // host. 0: the caller links the hosts by veth pairs, and this process carries nothing.
@@ -65,11 +65,11 @@ static int open_tap(const char *kind, int index) {
   struct ifreq request = {.ifr_flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR};
   snprintf(request.ifr_name, IFNAMSIZ, "%s%d", kind, index);
   if (ioctl(descriptor, TUNSETIFF, &request) < 0) fail("cannot create a TAP device");
-  ioctl(descriptor, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN); // slower without
+  ioctl(descriptor, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN); // slower without this
   return descriptor;
 }
 
-// A packet that the device does not take is dropped, as a full switch drops it; TCP sends it again.
+// A packet that the device does not accept is dropped, as a full switch would drop it; TCP sends it again.
 static void deliver(int to, const char *data, int size) {
   if (write(to, data, size) < 0) return;
 }
@@ -83,7 +83,7 @@ static void send_later(int to, const char *data, int size, long long due_ns) {
   last = &entry->next;
 }
 
-// Sends what is due; returns the time until the next packet is, -1 when none is in flight.
+// Sends the packets that are due. Returns the time until the next one is due, or -1 if no packet is in flight.
 static long long send_due(void) {
   while (first) {
     long long left_ns = first->due_ns - now_ns();
@@ -120,7 +120,7 @@ int main(int count, char **arguments) {
   printf("\n");
   fflush(stdout);
   prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS);
-  setpriority(PRIO_PROCESS, 0, -20); // a late relay would be a longer link
+  setpriority(PRIO_PROCESS, 0, -20); // a late relay would make the delay longer
 
   static char buffer[MAX_PACKET];
   for (;;) {

@@ -1,4 +1,4 @@
-"""The switch between the hosts of a testbed: what it needs, how it is compiled, shaped and found again."""
+"""The switch between the hosts of a testbed: what it needs, compiling it, shaping links, finding running ones."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BURST_BYTES = 32 << 10
 
 
 class TestbedUnavailable(RuntimeError):
-    """This machine cannot make the testbed; the message is one line: what, why, and what to do."""
+    """This machine cannot create the testbed; the message is one line: what, why, and what to do."""
 
     __test__ = False
 
 
 def shape_lines(device: str, rate_bit_s: float) -> list[str]:
-    """tc lines for one end of a link. Bare ACKs and ARP pass by the data, or two-way traffic halves its rate."""
+    """tc lines for one end of a link. Bare ACKs and ARP overtake data: two-way traffic would halve its rate."""
     rate = f"{rate_bit_s:.0f}bit"
     return [
         f"qdisc add dev {device} root handle 1: htb default 20",
@@ -41,7 +41,7 @@ def shape_lines(device: str, rate_bit_s: float) -> list[str]:
 
 
 def run_batch(namespace: str, tool: str, lines: list[str]) -> None:
-    """Run ``lines`` by one call of ip or tc in a namespace."""
+    """Run ``lines`` with one call of ip or tc in a namespace. Raises TestbedUnavailable."""
     command = ["nsenter", f"--net={namespace}", tool, "-batch", "-"]
     done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True)
     if done.returncode != 0:
@@ -55,14 +55,14 @@ def require_switch(delay_s: float) -> str:
     """Path of the compiled switch. Raises TestbedUnavailable with the first thing that is missing."""
     if os.geteuid() != 0:
         raise TestbedUnavailable(
-            f"a netns testbed makes network namespaces, which needs root: run as root, {FALL_BACK}"
+            f"a netns testbed creates network namespaces, which needs root: run as root, {FALL_BACK}"
         )
     for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux")):
         if shutil.which(tool) is None:
             raise TestbedUnavailable(f"a netns testbed needs `{tool}`: apt install {package}, {FALL_BACK}")
     if delay_s > 0 and not os.path.exists("/dev/net/tun"):
         raise TestbedUnavailable(
-            f"a link delay needs /dev/net/tun, which is not here: modprobe tun (in a container, pass the "
+            f"a link delay needs /dev/net/tun, which does not exist: modprobe tun (in a container, pass the "
             f"device in), {FALL_BACK}"
         )
     return str(compiled_switch())

@@ -1,10 +1,10 @@
 """Several hosts on one machine: network namespaces with shaped links, so that communication takes real time.
 
-A testbed is written as text, "loopback" or "netns:200mbit,1ms" (rate of each host's full-duplex link and one-way
+A testbed is written as text: "loopback" or "netns:200mbit,1ms" (rate of each host's full-duplex link and one-way
 delay between hosts). The second needs Linux, root, iproute2 and a C compiler. Each host is a network namespace
-with interface eth0, 10.77.0.(host + 1); hosts meet at a bridge. tc's htb sets the rate; the delay is made by
-``switch.c``, since not every kernel has netem. That process holds the (nameless) namespaces and ends with its
-owner, so the kernel removes a testbed however its owner ended, and any number may exist at the same time.
+with the interface eth0 and the address 10.77.0.(host + 1); a bridge connects the hosts. tc's htb sets the rate.
+``switch.c`` makes the delay, since not every kernel has netem. Its process holds the (nameless) namespaces and ends
+with its owner. So the kernel removes a testbed however its owner ended, and any number may exist at the same time.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ DELAY_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclasses.dataclass
 class Testbed:
-    """A testbed; ``up`` makes it, ``down`` removes it, as a context manager it exists for the duration of the block.
+    """A testbed. ``up`` creates it and ``down`` removes it; as a context manager it exists for the length of the block.
 
-    rate_bit_s: rate of each host's link in each direction, bit/s; 0: not limited. delay_s: one-way delay
-    between two hosts, seconds. hosts: number of hosts, 0: one per worker; more workers than hosts share them
-    in blocks of equal size.
+    rate_bit_s: rate of each host's link in each direction, bit/s; 0 for no limit. delay_s: one-way delay
+    between two hosts, seconds. hosts: number of hosts, 0 for one per worker. If there are more workers than hosts,
+    the workers share the hosts in blocks of equal size.
     """
 
-    __test__ = False  # its name makes pytest look for tests in it
+    __test__ = False  # pytest would look for tests in it because of its name
 
     kind: str = "loopback"
     rate_bit_s: float = 0.0
@@ -74,7 +74,7 @@ class Testbed:
 
     @property
     def interface(self) -> str:
-        """Name of the network interface that ranks talk over."""
+        """Name of the network interface that ranks use."""
         return "lo" if self.kind == "loopback" else "eth0"
 
     def hosts_for(self, workers: int) -> int:
@@ -82,7 +82,7 @@ class Testbed:
         return min(self.hosts, workers) if self.hosts else workers
 
     def host_of(self, rank: int, workers: int) -> int:
-        """The host that ``rank`` of ``workers`` ranks lives on: blocks of neighbouring ranks, as Slurm does it."""
+        """The host of ``rank`` out of ``workers`` ranks: neighbouring ranks share a host, as in Slurm."""
         return rank * self.hosts_for(workers) // workers
 
     def __str__(self) -> str:
@@ -92,12 +92,12 @@ class Testbed:
         return f"netns:{_rate_text(self.rate_bit_s)},{_delay_text(self.delay_s)}{hosts}"
 
     def up(self, hosts: int) -> None:
-        """Make ``hosts`` hosts. Raises TestbedUnavailable."""
+        """Create ``hosts`` hosts. Raises TestbedUnavailable."""
         if self.kind != "loopback":
             self._make(hosts, owned=True)
 
     def down(self) -> None:
-        """Remove the testbed; nothing happens if it is not up."""
+        """Remove the testbed. Does nothing if it is not up."""
         if self._switch is None:
             return
         if self._switch.stdin is not None:
@@ -118,7 +118,7 @@ class Testbed:
         return f"/proc/{self._switch.pid}/fd/{self._namespaces[host + 1]}"
 
     def enter(self, host: int) -> None:
-        """Move the calling thread, and what it starts, to ``host``. For a process that no RankPool starts."""
+        """Move the calling thread, and what it starts later, to ``host``. For processes that no RankPool starts."""
         if self.kind != "loopback":
             enter_network_namespace(self.namespace(host))
 
@@ -158,14 +158,14 @@ class Testbed:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if owned else subprocess.DEVNULL,
             text=True,
-            start_new_session=True,  # Ctrl-C is the owner's to handle
+            start_new_session=True,  # only the owner handles Ctrl-C
         )
         try:
             answer = self._switch.stdout.readline().split() if self._switch.stdout else []
             if answer[:1] != ["ready"]:
                 why = self._switch.stderr.read().strip() if self._switch.stderr else "no reason given"
                 raise TestbedUnavailable(
-                    f"cannot make network namespaces ({why}): run where root may (a container needs "
+                    f"cannot create network namespaces ({why}): run where root may create them (a container needs "
                     f"CAP_SYS_ADMIN, CAP_NET_ADMIN and /dev/net/tun), {FALL_BACK}"
                 )
             self._namespaces = tuple(int(descriptor) for descriptor in answer[1:])
@@ -263,11 +263,11 @@ def _delay_text(delay_s: float) -> str:
     return f"{micros // 1000}ms" if micros % 1000 == 0 else f"{micros}us"
 
 
-# Testbeds that outlive the command that made them, for the command line
+# Testbeds that outlive the command that created them, for the command line
 
 
 def testbed_up(hosts: int, rate: str = "200mbit", delay: str = "1ms") -> str:
-    """Make a testbed that stays until ``testbed_down``; returns its status. Raises TestbedUnavailable, ValueError."""
+    """Create a testbed that stays until ``testbed_down``; returns its status. Raises TestbedUnavailable, ValueError."""
     if any(switch["owner"] == "persistent" for switch in running_switches()):
         raise TestbedUnavailable("a testbed is up already: `nestpipe testbed status` shows it, `down` removes it")
     testbed = Testbed("netns", parse_rate(rate), parse_delay(delay), hosts)
@@ -276,7 +276,7 @@ def testbed_up(hosts: int, rate: str = "200mbit", delay: str = "1ms") -> str:
 
 
 def testbed_down() -> str:
-    """Remove testbeds made by ``testbed_up``; those of runs in progress stay, they end with their run."""
+    """Remove testbeds made by ``testbed_up``; those of runs in progress stay until their run ends."""
     switches = [switch for switch in running_switches() if switch["owner"] == "persistent"]
     for switch in switches:
         os.kill(switch["pid"], signal.SIGKILL)
@@ -288,7 +288,7 @@ def testbed_down() -> str:
 
 
 def testbed_status() -> str:
-    """What testbeds are up, and how to enter their hosts."""
+    """Which testbeds are up, and how to enter their hosts."""
     lines = []
     for switch in running_switches():
         link = f"netns:{switch['rate']},{_delay_text(switch['delay_s'])}"

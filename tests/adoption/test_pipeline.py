@@ -1,9 +1,8 @@
-"""NestPipe in a TorchRec user's own loop: drop-ins, batches of the user's type, what is refused, DLRM against DMP."""
+"""NestPipe in a TorchRec user's own loop: what is refused, equality with the user's loop, DLRM against DMP."""
 
 from __future__ import annotations
 
 import difflib
-from collections import namedtuple
 
 import pytest
 import torch
@@ -14,108 +13,13 @@ pytest.importorskip("torchrec")
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.optim import RowWiseAdagrad
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from nestpipe.adoption.batches import BatchError, ForeignBatches
-from nestpipe.adoption.collections import HandedRows, drop_in, read_keys, stated_optimizer
 from nestpipe.adoption.pipeline import NestPipeline
 from nestpipe.adoption.separable import NotSeparable
-from nestpipe.data.batch import Jagged
 from nestpipe.embedding.pooling import pool
 from nestpipe.trainer import SparseOptimizer
-from tests.support.adoption_models import DIM, ROWS, SGD, Clicks, UserBatch, bags, keys, sgd, user_batch
+from tests.support.adoption_models import DIM, ROWS, SGD, Clicks, bags, sgd, user_batch
 from tests.support.example_modules import EXAMPLES, example
-
-
-class Rows(nn.Module):
-    """Hands out rows of the collection's own tables, as the engine would."""
-
-    def __init__(self, collection, kjt):
-        super().__init__()
-        tables = getattr(collection, "embedding_bags", None) or collection.embeddings
-        self.rows = {
-            feature: Jagged(tables[feature.split("/")[0]].weight[kjt[key].values()], kjt[key].lengths())
-            for key, features in read_keys({"": collection}).items()
-            for feature in features
-        }
-
-    def forward(self, _):
-        return self.rows
-
-
-@pytest.mark.parametrize("one", [False, True], ids=["jagged", "one key each"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_bag_drop_in_equals_the_collection(weighted, one):
-    collection, kjt = bags(weighted=weighted), keys(7, 1, weighted, one)
-    wanted = collection(kjt)
-    got = drop_in("", collection, HandedRows(Rows(collection, kjt)))(kjt)
-    assert got.keys() == wanted.keys()
-    torch.testing.assert_close(got.values(), wanted.values())
-    slope = torch.randn_like(wanted.values())
-    ours = torch.autograd.grad((got.values() * slope).sum(), list(collection.parameters()))
-    theirs = torch.autograd.grad((wanted.values() * slope).sum(), list(collection.parameters()))
-    torch.testing.assert_close(ours, theirs)
-
-
-def test_sequence_drop_in_equals_the_collection():
-    collection = EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(num_embeddings=ROWS, embedding_dim=DIM, name="t1", feature_names=["a", "b"]),
-            EmbeddingConfig(num_embeddings=ROWS, embedding_dim=DIM, name="t2", feature_names=["b", "c"]),
-        ]
-    )
-    kjt = keys(5, 2)
-    wanted, got = collection(kjt), drop_in("", collection, HandedRows(Rows(collection, kjt)))(kjt)
-    assert got.keys() == wanted.keys()
-    for name in wanted:
-        torch.testing.assert_close(got[name].values(), wanted[name].values())
-        assert torch.equal(got[name].lengths(), wanted[name].lengths())
-
-
-def test_pooling_of_uneven_samples():
-    rows, lengths = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([2, 0, 1])
-    weights = torch.tensor([3.0, 1.0, 0.5])
-    assert pool(rows, lengths, "sum").flatten().tolist() == [3, 0, 4]
-    assert pool(rows, lengths, "mean").flatten().tolist() == [1.5, 0, 4]
-    assert pool(rows, lengths, "mean", weights).flatten().tolist() == [2.5, 0, 2]
-    assert pool(torch.empty(0, 2), torch.zeros(3).long()).shape == (3, 2)
-
-
-def test_batches_of_any_type_survive_a_split():
-    Pair = namedtuple("Pair", "left right")
-    batch = {"in": Pair(user_batch(5, 1, weighted=True), [torch.arange(5), None])}
-    foreign = ForeignBatches({"a": ["t1/a"], "b": ["t1/b", "t2/b"]}, batch)
-    converted = foreign.to_batch(batch, 10)
-    assert set(converted.sparse) == {"t1/a", "t1/b", "t2/b"} and converted.sample_ids.tolist() == [10, 11, 12, 13, 14]
-    for part, start in zip(converted.split(2), (0, 3), strict=True):
-        back = foreign.from_batch(part)["in"]
-        count = len(part)
-        assert isinstance(back, Pair) and isinstance(back.left, UserBatch) and back.left.name == "clicks"
-        assert back.right == [pytest.approx(torch.arange(start, start + count)), None]
-        assert torch.equal(back.left.dense, batch["in"].left.dense[start : start + count])
-        for key in "abc":
-            mine, whole = back.left.sparse[key], batch["in"].left.sparse[key]
-            low, high = int(whole.offsets()[start]), int(whole.offsets()[start + count])
-            assert torch.equal(mine.values(), whole.values()[low:high])
-            assert torch.equal(mine.weights(), whole.weights()[low:high])
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        (lambda b: b.__setattr__("dense", torch.tensor(1.0)), r"batch\.dense is a tensor without a row per sample"),
-        (lambda b: b.__setattr__("dense", torch.zeros(3, 3)), r"differ in samples: .*batch\.dense 3"),
-        (lambda b: b.__setattr__("name", object()), r"batch\.name is a object"),
-        (lambda b: b.__setattr__("sparse", None), "has the key 'a'"),
-    ],
-)
-def test_batches_that_cannot_be_cut_are_named(broken, message):
-    batch = user_batch(4, 1)
-    broken(batch)
-    pipeline = NestPipeline(Clicks(bags()), sgd, SGD, micro_batches=2)
-    with pytest.raises(BatchError, match=message):
-        pipeline.progress(iter([batch]))
 
 
 def in_batch_negatives(score, label):
@@ -146,8 +50,8 @@ def test_one_micro_batch_may_mix_samples():
     pipeline.close()
 
 
-def test_the_check_leaves_model_and_random_numbers_alone():
-    """With dropout, a checked run would draw other numbers than an unchecked one if the check drew any."""
+def test_the_check_changes_neither_model_nor_random_numbers():
+    """If the check drew random numbers, dropout would draw other ones in a checked run than in an unchecked one."""
     results = []
     for check in (True, False):
         torch.manual_seed(1)
@@ -177,16 +81,6 @@ def test_other_refusals():
         NestPipeline(Clicks(bags()), sgd)
     with pytest.raises(ValueError, match="reduction 'max'"):
         NestPipeline(Clicks(bags()), sgd, SGD, reduction="max")
-
-
-def test_the_optimizer_that_the_user_stated_is_used():
-    collection = bags()
-    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.02, "eps": 1e-6})
-    assert stated_optimizer({"": collection}) == SparseOptimizer("rowwise_adagrad", 0.02, 1e-6)
-    other = bags()
-    apply_optimizer_in_backward(torch.optim.Adagrad, other.parameters(), {"lr": 0.02})
-    with pytest.raises(ValueError, match="Adagrad"):
-        stated_optimizer({"": other})
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -230,7 +124,7 @@ def test_equals_the_users_own_loop(weighted, reduction):
 
 
 class Both(nn.Module):
-    """A pooled collection and a sequence collection in one model, in modules of their own."""
+    """A pooled collection and a sequence collection in one model, each in its own module."""
 
     def __init__(self):
         super().__init__()
@@ -274,13 +168,13 @@ def test_several_collections_of_both_kinds():
 
 
 def refused_on_rank() -> str:
-    """Rank 1 alone has no batch."""
+    """Only rank 1 has no batch."""
     pipeline = NestPipeline(Clicks(bags()), sgd, SGD, micro_batches=2)
     try:
         pipeline.progress(iter([user_batch(4, 1)] if dist.get_rank() == 0 else []))
     except ValueError as error:
         return str(error)
-    return "went on"
+    return "not refused"
 
 
 def test_what_one_rank_refuses_all_refuse(pool2):

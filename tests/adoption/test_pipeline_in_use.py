@@ -1,4 +1,4 @@
-"""NestPipeline in a user's hands: a trained model taken out again, and what plausible mistakes are told."""
+"""NestPipeline in a user's hands: exporting a trained model, and the errors for plausible mistakes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def first():
 
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_the_exported_model_is_what_was_trained(device):
-    """Its loss on the next batch is what the next step says before it updates; training goes on undisturbed."""
+    """Its loss on the next batch is the loss of the next step before its update; training continues undisturbed."""
     pipeline = NestPipeline(Clicks(bags(device)), sgd, SGD, micro_batches=2)
     source = iter([user_batch(8, n) for n in range(4)])
     for _ in range(3):
@@ -38,7 +38,7 @@ def test_the_exported_model_is_what_was_trained(device):
     pipeline.close()
 
 
-def test_the_model_is_not_to_be_called_beside_the_pipeline():
+def test_the_model_must_not_be_called_next_to_the_pipeline():
     model = Clicks(bags())
     pipeline = NestPipeline(model, sgd, SGD, micro_batches=2)
     pipeline.progress(iter([user_batch(8, 1)]))
@@ -56,7 +56,7 @@ def test_exporting_before_the_first_batch_says_so():
     ("options", "message"),
     [
         ({"dense_optimizer": torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)}, "function from parameters"),
-        ({"micro_batches": 0}, "micro_batches is 0, must be at least 1"),
+        ({"micro_batches": 0}, "micro_batches is 0; it must be at least 1"),
         ({"reduction": "max"}, "reduction 'max'"),
     ],
 )
@@ -69,7 +69,7 @@ def test_mistakes_in_the_constructor(options, message):
     ("model", "batches", "message"),
     [
         (lambda: Clicks(bags()), [user_batch(8, 1)], "takes an iterator"),
-        (lambda: Clicks(bags(weighted=True)), first(), "weighted, and the batch's"),
+        (lambda: Clicks(bags(weighted=True)), first(), "weighted, but the batch's"),
         (lambda: Clicks(bags(), loss=lambda s, y: (s - y).square()), first(), r"returned \d losses"),
         (lambda: Clicks(bags(), loss=lambda s, y: {"loss": s.mean()}), first(), r"its loss, or \(loss, anything\)"),
     ],
@@ -94,7 +94,7 @@ def clicks_of(reduction):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_engine_takes_one_loss_per_sample(reduction):
-    """A scalar would train, wrongly by the size of a micro-batch, without a word."""
+    """A scalar would be off by the size of a micro-batch, and would train without an error."""
     spec = ModelSpec((TableConfig("user", 10, 4, ("user",), 0.1),), clicks_of(reduction))
     ones = torch.ones(6, dtype=torch.int64)
     source = iter([Batch({"user": Jagged(ones, ones)}, ones, {})] * 3)

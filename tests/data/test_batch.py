@@ -88,7 +88,7 @@ def test_keyed_jagged_tensor_holds_the_same_features(lists):
     batch = make_batch(lists)
     keyed = keyed_jagged_tensor(batch.sparse)
     assert keyed.keys() == list(batch.sparse) and keyed.stride() == len(lists)
-    if not lists:  # torchrec cannot take a KeyedJaggedTensor of no samples apart
+    if not lists:  # torchrec cannot split a KeyedJaggedTensor without samples
         return
     for name, feature in batch.sparse.items():
         assert torch.equal(keyed[name].values(), feature.values())

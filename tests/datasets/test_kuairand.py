@@ -1,21 +1,16 @@
-"""KuaiRand's logs: same histories however the rows lie about, strict about rows, clean after an interruption."""
+"""KuaiRand's logs: the same histories whatever the order of rows, and a clean start after an interruption."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import multiprocessing
 import os
 import resource
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from nestpipe.config import DataConfig, ModelConfig
 from nestpipe.data import DataError
@@ -25,26 +20,7 @@ from nestpipe.datasets.kuairand import converted_folder, find_logs
 from nestpipe.datasets.kuairand_convert import VideosSeen, convert
 from nestpipe.datasets.kuairand_rows import read_log
 from nestpipe.datasets.loader import load_dataset
-
-COLUMNS = (
-    "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
-    "play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,tab"
-)
-
-
-def row(user, video, time_ms) -> str:
-    return f"{user},{video},20220408,1200,{time_ms}" + ",0" * 13 + ",1"
-
-
-def write(folder: Path, **files: list[str]) -> Path:
-    for name, lines in files.items():
-        (folder / f"log_standard_{name}.csv").write_text("\n".join([COLUMNS, *lines]) + "\n")
-    return folder
-
-
-def load(folder: Path, on_bad_row="error", **options):
-    data = DataConfig(dataset="kuairand", data_path=str(folder), on_bad_row=on_bad_row, **options)
-    return load_dataset(data, ModelConfig(sequence_length=4), seed=1)
+from tests.support.kuairand_logs import COLUMNS, GOOD, load, row, write
 
 
 def histories(dataset) -> list[tuple[list[int], list[int]]]:
@@ -96,7 +72,7 @@ def test_first_and_later_starts_give_the_same_batches_and_later_ones_do_not_read
     assert not list(tmp_path.glob(".nestpipe-*.partial"))
 
 
-def test_changed_logs_are_converted_anew(tmp_path):
+def test_changed_logs_are_converted_again(tmp_path):
     write(tmp_path, a=[row(1, 1, 1), row(1, 2, 2)])
     assert load(tmp_path).items == 2
     write(tmp_path, a=[row(1, 1, 1), row(1, 2, 2), row(1, 3, 3)])
@@ -104,7 +80,7 @@ def test_changed_logs_are_converted_anew(tmp_path):
 
 
 def when_it_advances(stage, act):
-    """In place of the progress bar of a conversion: ``act`` is called when ``stage`` has got a first part done."""
+    """Replaces the progress bar of a conversion: ``act`` is called when a first part of ``stage`` is done."""
 
     @contextlib.contextmanager
     def progress(title, total):
@@ -141,82 +117,7 @@ def test_processes_that_start_together_convert_once(tmp_path):
     assert [child.exitcode for child in children] == [0] * 4 and load(tmp_path).users == 9
 
 
-GOOD = [row(1, 10, 1), row(1, 11, 2), row(2, 10, 3)]
-BAD = {
-    "missing column": (row(1, 2, 3).rpartition(",")[0], "18 fields, expected 19"),
-    "extra column": (row(1, 2, 3) + ",5", "20 fields, expected 19"),
-    "text in a number": (row(1, "abc", 3), "video_id 'abc' is not a whole number"),
-    "decimal": (row(1, "1.5", 3), "video_id '1.5' is not a whole number"),
-    "hexadecimal": (row(1, "0x1F", 3), "video_id '0x1F' is not a whole number"),
-    "padded": (row(1, " 12", 3), "is not a whole number"),
-    "empty field": (row("", 2, 3), "user_id '' is not a whole number"),
-    "negative id": (row(-1, 2, 3), "user_id -1 is negative"),
-    "too large": (row(1, 2, 10**19), "time_ms 10000000000000000000 is too large"),
-    "second header": (COLUMNS, "a second header"),
-    "empty line": ("", "empty line"),
-    "other encoding": ("café" + row(1, 2, 3), "not UTF-8"),
-    "broken quote": ('"1' + row(1, 2, 3), "broken quotes"),
-    "truncated": (row(1, 2, 3)[:16], "4 fields, expected 19"),
-}
-
-
-@pytest.mark.parametrize("last", [False, True], ids=["inside", "last line"])
-@pytest.mark.parametrize(("line", "complaint"), BAD.values(), ids=BAD)
-def test_a_bad_row_is_named_with_file_and_line_or_counted(tmp_path, line, complaint, last):
-    lines = [*GOOD, line] if last else [*GOOD[:2], line, *GOOD[2:]]
-    path = tmp_path / "log_standard_x.csv"
-    path.write_bytes("\n".join([COLUMNS, *lines, ""])[: None if not line or not last else -1].encode("latin-1"))
-    with pytest.raises(DataError) as error:
-        load(tmp_path)
-    text = str(error.value)
-    assert text.startswith(f"{path}:{5 if last else 4}: ") and complaint in text and "--on-bad-row skip" in text
-    assert "\n" not in text and not list(tmp_path.glob(".nestpipe-*.partial"))
-    dataset = load(tmp_path, "skip")
-    assert dataset.bad_rows == 1 and complaint in dataset.bad_row_examples[0]
-    assert dataset.lengths.tolist() == [1, 0]
-    with pytest.raises(DataError, match="1 bad rows were skipped when"):  # the converted form remembers
-        load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "users"),
-    [
-        (lambda text: text.replace(b"\n", b"\r\n"), 2),
-        (lambda text: text.removesuffix(b"\n"), 2),
-        (lambda text: b"\xef\xbb\xbf" + text, 2),
-        (lambda text: text.replace(b"1,10,", b'"1","10",'), 2),
-        (lambda text: text.replace(b",tab\n", b",tab,more\n").replace(b",1\n", b",1,7\n"), 2),
-    ],
-    ids=["CRLF", "no end of line", "byte order mark", "quoted", "one more column everywhere"],
-)
-def test_harmless_forms_are_read(tmp_path, change, users):
-    path = write(tmp_path, x=GOOD) / "log_standard_x.csv"
-    path.write_bytes(change(path.read_bytes()))
-    dataset = load(tmp_path)
-    assert dataset.users == users and dataset.bad_rows == 0 and dataset.lengths.tolist() == [1, 0]
-
-
-def test_unusable_files_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"no log_standard\*\.csv there"):
-        load(tmp_path)
-    path = tmp_path / "log_standard_x.csv"
-    path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"x\.csv:1: the file is empty"):
-        load(tmp_path)
-    with pytest.raises(DataError, match=r"none of 1 rows is usable"):
-        load(tmp_path, "skip")
-    path.write_bytes("\n".join([COLUMNS, *GOOD]).encode("utf-16"))
-    with pytest.raises(DataError, match=r"x\.csv:1: the header lacks user_id.*UTF-8"):
-        load(tmp_path)
-    path.write_text("\n".join([COLUMNS.replace("video_id", "item"), *GOOD]))
-    with pytest.raises(DataError, match=r"x\.csv:1: the header lacks video_id"):
-        load(tmp_path, "skip")
-    path.write_text(COLUMNS + "\n")
-    with pytest.raises(DataError, match="there is no row"):
-        load(tmp_path)
-
-
-def test_a_file_that_vanishes_or_grows_meanwhile(tmp_path, monkeypatch):
+def test_a_file_that_vanishes_or_grows_during_reading(tmp_path, monkeypatch):
     write(tmp_path, a=GOOD, b=GOOD)
     files = find_logs(str(tmp_path))
     folder = converted_folder(files)
@@ -233,64 +134,6 @@ def test_a_file_that_vanishes_or_grows_meanwhile(tmp_path, monkeypatch):
         file.write(GOOD[0] + "\n")
     with pytest.raises(DataError, match="being written to"):
         list(rows)
-
-
-def plain(text: bytes, columns: int = 19) -> tuple[list[tuple[int, int, int]], int]:
-    """The rows that are good by the rules as the module states them, one line after the other, and how many are not."""
-    good, bad = [], 0
-    lines = text.replace(b"\r\n", b"\n").split(b"\n")[1:]
-    if lines and not lines[-1]:
-        lines.pop()
-    for line in lines:
-        try:
-            fields = next(csv.reader(io.StringIO(line.decode()), strict=True), [])
-            used = [fields[n] for n in (0, 1, 4)] if len(fields) == columns else [""]
-            digits = [f.removeprefix("-") for f in used]
-            fine = all(f.isascii() and f.isdigit() and len(f.lstrip("0")) <= 18 for f in digits)
-            fine = fine and all(int(f) >= 0 for f in used)
-        except (UnicodeDecodeError, csv.Error):
-            fine = False
-        if fine:
-            good.append(tuple(map(int, used)))
-        else:
-            bad += 1
-    return good, bad
-
-
-FIELD = st.one_of(
-    st.integers(0, 10**6).map(str),
-    st.sampled_from(
-        ["-5", "-0", "1" * 18, "1" * 19, "0" * 20 + "7", "+3", "x", "", " 4", "0x10", "1e3", "NA", '"12"', '"', "٣"]
-    ),
-)
-LINE = st.one_of(
-    st.lists(FIELD, min_size=19, max_size=19).map(",".join),
-    st.tuples(FIELD, FIELD, FIELD).map(lambda t: row(*t)),
-    st.lists(FIELD, max_size=22).map(",".join),
-    st.sampled_from([COLUMNS, "", "\x00", "a\rb", row(3, 4, 5) + "\r", row(1, 1, 1) + " "]),
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(LINE, min_size=1, max_size=12),
-    st.booleans(),
-    st.sampled_from([64, 300, 1 << 20]),
-    st.sampled_from(["\n", "\r\n"]),
-)
-@example([row("0" * 20 + "7", 1, 1)], True, 300, "\n")
-def test_any_text_is_read_as_the_plain_reader_reads_it(tmp_path_factory, lines, ended, size, end):
-    """Every line is a row or counted, whatever the size of blocks: none is dropped, none made up."""
-    path = tmp_path_factory.mktemp("fuzz") / "log_standard.csv"
-    text = (end.join([COLUMNS, *lines]) + (end if ended else "")).encode("utf-8", "surrogateescape")
-    path.write_bytes(text)
-    bad = BadRows(True, DataError)
-    pieces = list(read_log(path, bad, size))
-    got = [
-        r for piece in pieces for r in zip(*(x.tolist() for x in (piece.users, piece.videos, piece.times)), strict=True)
-    ]
-    good, count = plain(text)
-    assert got == good and bad.count == count
 
 
 def test_vocabulary_of_small_and_large_ids(monkeypatch):

@@ -45,7 +45,7 @@ def test_popularity_does_not_follow_the_id(whole):
     dataset, items, _ = whole
     counts = np.bincount(items, minlength=dataset.items)
     eighths = np.array([part.sum() for part in np.array_split(counts, 8)]) / counts.sum()
-    assert abs(eighths - 1 / 8).max() < 0.05  # row-wise shards carry like loads, but for a few hot items
+    assert abs(eighths - 1 / 8).max() < 0.05  # row-wise shards have similar loads, except for a few hot items
     assert abs(np.corrcoef(counts, np.arange(dataset.items))[0, 1]) < 0.02
     assert abs(np.corrcoef(np.log1p(counts[1:]), np.log1p(counts[:-1]))[0, 1]) < 0.02
 
@@ -69,7 +69,7 @@ def test_time_moves_forward_within_the_month_of_the_log(whole):
 
 
 def test_neighbours_in_time_share_interests(whole):
-    """Users of one interest see the same items more often than chance would have it."""
+    """Users of one interest see the same items more often than by chance."""
     dataset, items, _ = whole
     owner = np.repeat(np.arange(dataset.users), dataset.lengths)
     followers = {}

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and places are tried before they are needed."""
+"""Files are written whole or not at all, and paths are checked before they are needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_interrupt_in_mid_write_leaves_no_half_file(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_where_nothing_can_be_written_is_said_before_anything_runs(tmp_path):
+def test_a_path_that_cannot_be_written_is_reported_before_anything_runs(tmp_path):
     require_writable(tmp_path / "new" / "out.json")
     assert not list((tmp_path / "new").iterdir())
     (tmp_path / "file").write_text("")

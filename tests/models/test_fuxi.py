@@ -109,7 +109,7 @@ METHODS = {"serial": serial, "nestpipe": nestpipe, "fwp-only": fwp_only, "dbp-on
 
 @pytest.mark.parametrize("backbone", sorted(BACKBONES))
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_every_method_trains_both_backbones_alike(backbone, micro_batches):
+def test_every_method_trains_both_backbones_as_serial_does(backbone, micro_batches):
     """Bit for bit against serial(N), on the real task."""
     torch.set_num_threads(1)
     data = DataConfig(data_scale=2e-5, batch_size=9, negatives=4, interest_clusters=3)
@@ -137,7 +137,7 @@ def test_every_method_trains_both_backbones_alike(backbone, micro_batches):
 @pytest.mark.slow
 @pytest.mark.parametrize("backbone", sorted(BACKBONES))
 def test_every_registered_method_trains_both_backbones(pool2, backbone):
-    """Two ranks: synchronous methods, TorchRec's own among them, lose what serial loses; the others stay near."""
+    """Two ranks: synchronous methods, TorchRec's own among them, have the losses of serial; the others stay near."""
     pytest.importorskip("torchrec")
     alike = ("serial", "torchrec", "nestpipe", "fwp-only", "dbp-only", "serial(3)", "nestpipe+2d-sp-exact")
     near = ("uniemb", "2d-sp", "nestpipe+2d-sp", "nestpipe+bf16")

@@ -30,7 +30,7 @@ def dataset():
 
 @pytest.fixture(scope="module")
 def batch(dataset) -> Batch:
-    """Samples of many lengths, an empty history and a lone item among them."""
+    """Samples of many lengths, including an empty history and one with a single item."""
     batch = dataset.make_batch(np.arange(dataset.samples)[:24], epoch=0, global_samples=24)
     history = batch.sparse["history"]
     counts = history.counts.clone()
@@ -80,7 +80,7 @@ def test_accidental_hits_do_not_count(dataset, batch):
     model = build(SMALL, dataset)
     targets = batch.sparse["history"].narrow(0, 1).flat[1:]
     negative_ids = batch.extra["negative_ids"].clone()
-    negative_ids[0] = targets[0]  # this target is left without a rival
+    negative_ids[0] = targets[0]  # this target is left without a negative
     clash = replace(
         batch,
         sparse={**batch.sparse, "negatives": Jagged(negative_ids.flatten(), batch.sparse["negatives"].counts)},
@@ -118,7 +118,7 @@ def test_no_samples_at_all_and_no_items_at_all(dataset, batch):
         assert all(p.grad is not None and not p.grad.any() for p in model.dense.parameters())
 
 
-def test_dense_weights_depend_on_the_seed_alone(dataset):
+def test_dense_weights_depend_only_on_the_seed(dataset):
     torch.manual_seed(11)
     first = build(SMALL, dataset).dense.state_dict()
     state = torch.get_rng_state()
@@ -149,7 +149,7 @@ def test_the_model_names_one_table_for_both_features(dataset):
 
 
 @pytest.mark.parametrize("pace_dense_ms", [0.0, 1.0])
-def test_torchrecs_embedding_collection_takes_the_place_of_the_embeddings(dataset, batch, pace_dense_ms):
+def test_torchrecs_embedding_collection_replaces_the_embeddings(dataset, batch, pace_dense_ms):
     pytest.importorskip("torchrec", reason="torchrec is not installed")
     from torchrec.modules.embedding_configs import EmbeddingConfig
     from torchrec.modules.embedding_modules import EmbeddingCollection

@@ -28,7 +28,7 @@ def inputs(samples: int = 4) -> tuple[dict[str, Jagged], Batch]:
 
 
 class Clock:
-    """Stands for the ``time`` module: time passes by sleeping alone."""
+    """Stands for the ``time`` module: time passes only by sleeping."""
 
     def __init__(self) -> None:
         self.now = 0.0

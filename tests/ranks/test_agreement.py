@@ -21,7 +21,7 @@ def test_all_ranks_know_the_first_failure(pool2):
     assert [failed for _, failed in pool2.run(outcome_of, (0, 1), "full")] == [Failed(0, "full")] * 2
 
 
-def test_an_error_without_words_is_one_too(pool2):
+def test_an_error_without_a_message_is_an_error_too(pool2):
     assert [failed for _, failed in pool2.run(outcome_of, (1,), "")] == [Failed(1, "")] * 2
 
 

@@ -1,4 +1,4 @@
-"""Whatever ends a rank or the launcher: every rank ends, soon, and the first error is on top."""
+"""Whatever ends a rank or the launcher, every rank ends soon and the first error is on top."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END_WITHIN_S = 10.0
 
 
 def gone(pids: list[int], within_s: float = END_WITHIN_S) -> bool:
-    """True once none of `pids` runs any more (a zombie nobody reaps does not run)."""
+    """True once none of ``pids`` runs (a zombie that nobody reaps does not run)."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
@@ -100,7 +100,7 @@ def test_results_come_in_rank_order(pool2):
     assert pool2.run(rank_sum, 10) == [(0, 21.0, 1), (1, 21.0, 1)]
 
 
-def test_four_ranks_and_a_pool_beside_another(pool2, pool4):
+def test_four_ranks_and_a_pool_next_to_another(pool2, pool4):
     assert [result[:2] for result in pool4.run(rank_sum, 0)] == [(rank, 6.0) for rank in range(4)]
     assert pool2.run(rank_sum, 0)[1] == (1, 1.0, 1)
 

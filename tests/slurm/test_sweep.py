@@ -1,65 +1,17 @@
-"""Submitting, watching, resuming and collecting a sweep, with a faked Slurm and on this machine."""
+"""Submitting, watching, resuming and cancelling a sweep, with a faked Slurm."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import re
-import shlex
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import get_args, get_type_hints
 
-import pytest
-import tyro
-
-from nestpipe.commands.sweep import Command, Submit
-from nestpipe.measurement.record import METRICS, Record, Store
+from nestpipe.measurement.record import Store
 from slurm.collect import collect
-from slurm.executors import EXECUTORS
 from slurm.failures import write_failure
-from slurm.folder import TOLD_TO_STOP, SweepFolder, write_json
-from slurm.grid import JobCluster, load_grid
+from slurm.folder import TOLD_TO_STOP, write_json
+from slurm.grid import load_grid
 from slurm.sbatch import sbatch_text
 from slurm.status import counts, point_states
-from tests.support.fake_slurm import FakeSlurm, install
-from tests.support.paths import ROOT
-from tests.support.sweep_commands import GRID, nestpipe
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch) -> FakeSlurm:
-    fake, scripts = install(tmp_path)
-    monkeypatch.setenv("PATH", f"{scripts}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    Path("grid.toml").write_text(GRID)
-    return fake
-
-
-@pytest.fixture
-def sweep() -> SweepFolder:
-    return SweepFolder(Path("sweeps/grid"))
-
-
-def submit(capsys, *words: str) -> str:
-    status, out, err = nestpipe(capsys, "submit", "grid.toml", "--executor", "slurm", *words)
-    assert status == 0, err
-    return out
-
-
-def record(seed: int = 1) -> Record:
-    metrics = {name: [1.0, 2.0] for name in METRICS}
-    config = {"steps": 2, "micro_batches": 8, "data": {}, "model": {}}
-    return Record("measured", "nestpipe", "NestPipe", 2, seed, config, [4, 5], metrics, [3.0] * 6)
-
-
-def finish(slurm: FakeSlurm, folder, seed: int) -> None:
-    folder.write_result(record(seed))
-    slurm.set(folder.submission["job"], "")
-
+from tests.support.sweep_commands import GRID, finish, nestpipe, submit
 
 # Submission
 
@@ -128,7 +80,7 @@ def test_points_that_cannot_run_stop_everything_before_it_starts(slurm, capsys):
     assert status == 2 and err.startswith("nestpipe sweep: error: grid.toml:8: data_scale") and not slurm.scripts()
 
 
-def test_options_take_the_place_of_the_file(slurm, sweep, capsys):
+def test_options_override_the_file(slurm, sweep, capsys):
     words = ["--partition", "high", "--account", "me", "--time", "30", "--gpus-per-node", "4", "--constraint", "a100"]
     submit(capsys, *words, "--setup", "module load python", "export A='b c'", "--parallelism", "3")
     text = slurm.scripts()[0]
@@ -164,7 +116,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(slurm, capsys):
     assert not slurm.scripts()
 
 
-# What has become of a point
+# States of points
 
 
 def test_states_and_what_resume_submits(slurm, sweep, capsys):
@@ -205,7 +157,7 @@ def test_states_and_what_resume_submits(slurm, sweep, capsys):
     assert nestpipe(capsys, "resume", "grid")[1].startswith("0 points submitted")
 
 
-def test_ranks_of_a_stopped_job_that_complain_of_each_other_have_not_failed(slurm, sweep, capsys):
+def test_ranks_of_a_stopped_job_that_report_each_other_have_not_failed(slurm, sweep, capsys):
     submit(capsys)
     one, two = sweep.points()[:2]
     for folder, error in ((one, RuntimeError("Connection reset by peer")), (two, ValueError("a bug"))):
@@ -234,108 +186,8 @@ def test_cancel_and_resume(slurm, sweep, capsys):
     assert "7 points submitted" in nestpipe(capsys, "resume", "grid")[1]
 
 
-def test_a_sweep_that_is_not_there(tmp_path, monkeypatch, capsys):
+def test_a_sweep_that_does_not_exist(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for action in ("status", "resume", "cancel", "collect"):
         status, _, err = nestpipe(capsys, action, "smoke")
         assert status == 1 and "sweeps/smoke holds no sweep; submit one" in err and err.count("\n") == 1
-
-
-# Executors
-
-
-def test_the_command_line_names_every_executor():
-    (option,) = (f for f in dataclasses.fields(Submit) if f.name == "executor")
-    assert sorted(get_args(get_type_hints(Submit)["executor"])) == sorted(EXECUTORS) and option.default in EXECUTORS
-
-
-def test_every_executor_tells_and_ends_only_jobs_that_there_are(slurm, sweep):
-    for make in EXECUTORS.values():
-        executor = make(sweep)
-        assert executor.alive(["101", "999999999"]) == {}
-        executor.cancel([])
-
-
-def test_a_job_of_an_executor_that_this_version_lacks_counts_as_lost(slurm, sweep, capsys):
-    submit(capsys)
-    folder = sweep.points()[0]
-    write_json(folder.path / "submission.json", {"executor": "cloud", "job": "1", "time": 0.0})
-    assert counts(point_states(sweep)) == "8 points: 7 pending, 1 lost"
-
-
-def test_submitting_watching_and_cancelling_import_no_torch():
-    """Login nodes are slow, and a pickled job must not need torch before its flag is up."""
-    code = "import sys, slurm.sweep, slurm.status, slurm.job; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-# Results
-
-
-def test_collect_is_idempotent_and_one_bad_file_costs_only_itself(slurm, sweep, capsys):
-    submit(capsys)
-    folders = sweep.points()
-    for seed, folder in enumerate(folders[:4]):
-        finish(slurm, folder, seed)
-    path = folders[3].result
-    whole = path.read_text()
-    path.write_text(whole[: len(whole) // 2])
-    assert nestpipe(capsys, "collect", "grid", "--store", "store")[1].startswith("3 new records and 0 known ones")
-    before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in Path("store").iterdir()}
-    status, out, _ = nestpipe(capsys, "collect", "grid", "--store", "store")
-    assert status == 1 and "0 new records and 3 known ones" in out and path.name in out
-    assert {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in Path("store").iterdir()} == before
-    path.write_text(whole)
-    assert collect(sweep, Path("store")).new == 1
-    assert {r.seed for r in Store(Path("store")).read()[0]} == {0, 1, 2, 3}
-
-
-def test_a_store_that_cannot_be_written_is_one_line_and_loses_nothing(slurm, sweep, capsys):
-    submit(capsys)
-    finish(slurm, sweep.points()[0], 1)
-    Path("store").write_text("a file in the way")
-    status, _, err = nestpipe(capsys, "collect", "grid", "--store", "store")
-    assert status == 1 and err.count("\n") == 1 and "cannot write into the store store" in err
-    assert sweep.points()[0].result is not None
-
-
-def test_collect_of_2000_records(tmp_path, monkeypatch):
-    sweep = SweepFolder(tmp_path / "sweep")
-    metrics = {name: [1.5] * 50 for name in METRICS}
-    example = dataclasses.replace(record(), steps=list(range(50)), metrics=metrics, losses=[1.0] * 50)
-    for seed in range(2000):
-        folder = sweep.point(f"{seed:012x}").path / "result"
-        folder.mkdir(parents=True)
-        text = json.dumps(dataclasses.replace(example, seed=seed).to_json(), indent=1)
-        (folder / f"measured-nestpipe-{seed:016x}.json").write_text(text)
-    start = time.process_time()
-    assert collect(sweep, tmp_path / "store").new == 2000
-    assert time.process_time() - start < 5  # of this process: what else the machine does is no fault of collect
-    assert collect(sweep, tmp_path / "store").same == 2000
-
-
-# On this machine
-
-
-def test_cluster_settings_survive_the_folder(tmp_path):
-    grid = dataclasses.replace(
-        load_grid((tmp_path / "grid.toml").write_text(GRID) and tmp_path / "grid.toml"),
-        cluster=JobCluster(setup=("module load a", "b"), mem_gb=3),
-    )
-    sweep = SweepFolder(tmp_path / "sweep")
-    sweep.write_settings(grid, "slurm")
-    assert sweep.settings() == ("grid", "slurm", grid.cluster)
-
-
-def test_the_page_is_true(tmp_path):
-    """Its grid is one, its commands are commands, and every key of [cluster] is explained or named."""
-    page = (ROOT / "slurm" / "README.md").read_text()
-    (toml,) = re.findall(r"```toml\n(.*?)```", page, re.S)
-    (tmp_path / "my.toml").write_text(toml)
-    grid = load_grid(tmp_path / "my.toml")
-    assert len(grid.points) == 6 and grid.cluster.setup == ("module load cuda",)
-    lines = re.findall(r"^(?:\.venv/bin/)?nestpipe sweep ([^#\n&]*)", page, re.M)
-    assert len(lines) >= 6
-    for line in lines:
-        assert tyro.cli(Command, args=shlex.split(line), config=(tyro.conf.OmitArgPrefixes,))
-    assert len(page.splitlines()) < 110

@@ -44,7 +44,7 @@ def test_points_are_the_product_of_the_axes(tmp_path):
     assert {s: len(p) for s, p in by_shape(grid.points, grid.cluster).items()} == {(1, 2): 6, (2, 2): 6}
 
 
-def test_hash_depends_on_the_run_alone(tmp_path):
+def test_hash_depends_only_on_the_run(tmp_path):
     points = {p.hash for p in load_grid(write(tmp_path, SMALL)).points}
     reordered = SMALL.replace('["serial", "nestpipe"]', '["nestpipe", "serial"]').replace("[8, 16, 32]", "[32, 8, 16]")
     said = reordered.replace("steps = 2", "steps = 2\nnegatives = 64")  # 64 is the default
@@ -53,8 +53,8 @@ def test_hash_depends_on_the_run_alone(tmp_path):
     assert not points & {p.hash for p in other}
 
 
-def test_hash_is_the_same_for_ever(tmp_path):
-    """A new hash would run everything again that people have run already."""
+def test_hash_stays_the_same_forever(tmp_path):
+    """With a new hash, everything that people have run already would run again."""
     assert load_grid(write(tmp_path, SMALL)).points[0].hash == "dc76ec429748"
 
 
@@ -95,7 +95,7 @@ def test_points_larger_than_the_cluster_are_simulated(tmp_path):
         ("steps = 2", "stepz = 2", 4, "unknown key 'stepz' in [base]; did you mean 'steps'?"),
         ("tasks_per_node", "nodes_per_task", 12, "unknown key 'nodes_per_task' in [cluster]"),
         ("[cluster]", "[clusters]", 11, "unknown table [clusters]"),
-        ("[8, 16, 32]", "[8, 16, 32", 11, "no TOML"),
+        ("[8, 16, 32]", "[8, 16, 32", 11, "not TOML"),
         ("[8, 16, 32]", "[]", 9, "embedding_dim has no value"),
         ("[8, 16, 32]", '["8"]', 9, "embedding_dim: '8' must be a whole number"),
         ("[8, 16, 32]", "[true]", 9, "embedding_dim: True must be a whole number"),
@@ -126,7 +126,7 @@ def test_errors_name_file_and_line(tmp_path, old, new, line, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_grid_that_is_not_there_lists_the_known_ones():
+def test_a_grid_that_does_not_exist_lists_the_known_ones():
     with pytest.raises(GridError, match=r"no grid 'smok': one of paper, smoke, or a .toml file"):
         find_grid("smok")
 
@@ -153,7 +153,7 @@ def test_shipped_grids(name):
     assert all(predictions[p.hash].node_hours > 0 and predictions[p.hash].step_ms > 0 for p in grid.points)
 
 
-def test_smoke_is_what_its_words_say():
+def test_smoke_is_what_its_comment_says():
     grid = load_grid(find_grid("smoke"))
     assert len(grid.points) == 12 and grid.cluster.parallelism == 2
     assert set(by_shape(grid.points, grid.cluster)) == {(1, 2), (2, 2)}

@@ -51,7 +51,7 @@ def test_local_jobs_end_with_the_command(tmp_path, monkeypatch):
             time.sleep(0.2)
         process.terminate()
     assert process.returncode == 143
-    # A job may just have time to say that one of its ranks was ended.
+    # A job may have just enough time to report that one of its ranks was ended.
     assert re.fullmatch(r"8 points: 6 missing, (2 lost|1 failed, 1 lost|2 failed)", counts(point_states(sweep)))
     mark = str(sweep.logs.absolute()).encode()
     left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if mark in p.read_bytes()]
@@ -59,10 +59,10 @@ def test_local_jobs_end_with_the_command(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_local_job_that_reaches_its_time_limit_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_local_job_that_reaches_its_time_limit_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     one = GRID.replace("[2, 4]", "[2]").replace("[8, 16]", "[8]").replace('["serial", "nestpipe"]', '["nestpipe"]')
-    # Told 20 s after the start of its processes, of which training gets a part: one run takes several.
+    # The signal comes 20 s after the start of the processes. Training gets only a part of that: a run needs several.
     limit = "time = 1\nsignal_delay_s = 40\nmax_timeouts = 5\n"
     Path("grid.toml").write_text(one.replace("steps = 2", "steps = 180\npace_dense = 100.0") + limit)
     for folder, words in (("limited", []), ("free", ["--time", "20"])):
@@ -71,7 +71,7 @@ def test_a_local_job_that_reaches_its_time_limit_goes_on(tmp_path, monkeypatch, 
         collect(SweepFolder(Path(folder)), Path(folder) / "store")
     (limited,), (free,) = (Store(Path(f) / "store").read()[0] for f in ("limited", "free"))
     assert limited.losses == free.losses and len(free.losses) == 184
-    assert len(limited.steps) < len(free.steps)  # no times of steps before the last start
+    assert len(limited.steps) < len(free.steps)  # steps before the last start have no times
     assert "resuming after step" in "".join(p.read_text() for p in Path("limited/logs").glob("*_0_log.out"))
 
 

@@ -29,7 +29,7 @@ class UserBatch:
 
 
 def bags(device=None, weighted=False):
-    """Two tables; ``b`` is read from both, ``c`` shares table ``t2`` with it."""
+    """Two tables; both have ``b``, and ``c`` shares table ``t2`` with it."""
     return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(num_embeddings=ROWS, embedding_dim=DIM, name="t1", feature_names=["a", "b"]),

@@ -59,7 +59,7 @@ def make_batch(generator: torch.Generator, samples: int, first_id: int = 0) -> B
     """``samples`` samples; each feature holds 0 to 4 keys a sample, ``who`` one."""
 
     def keys(rows: int, counts: Tensor) -> Jagged:
-        # Squaring skews the draw: a few keys are in every batch, some in one alone.
+        # Squaring skews the draw: a few keys are in every batch, some in only one.
         draws = torch.rand(int(counts.sum()), generator=generator).square()
         return Jagged((draws * rows).long(), counts)
 
@@ -81,7 +81,7 @@ def make_batches(count: int, rank: int = 0, seed: int = 0, samples: int = 10, un
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides what is learned, apart from the schedule."""
+    """Everything but the schedule that determines what is learned."""
 
     sparse: str = "rowwise_adagrad"
     dense: str = "adam"
@@ -187,7 +187,7 @@ def run_engine(
 
 
 def without_synchronisation(micro_batches: int) -> Schedule:
-    """NestPipe with S left out and the edges derived anew: free of races, and stale."""
+    """NestPipe with S left out and the edges derived again: free of races, and stale."""
     full = nestpipe(micro_batches)
     ops = tuple(replace(o, after=()) for o in full.ops if o.ref.stage != "S")
     return with_derived_edges(replace(full, name="nestpipe without S", ops=ops))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SBATCH = """#!/bin/bash
-# Takes the file, gives a number; every element of the array is then pending.
+# Takes the file and prints a number; every element of the array is then pending.
 [[ -e {folder}/refuse ]] && {{ cat {folder}/refuse >&2; exit 1; }}
 n=$(($(cat {folder}/last 2>/dev/null || echo 100) + 1)); echo $n > {folder}/last
 cp "${{@: -1}}" {folder}/$n.sh
@@ -40,7 +40,7 @@ class FakeSlurm:
         return [line.split("|")[0] for line in path.read_text().splitlines()] if path.exists() else []
 
     def set(self, job: str, state: str, reason: str = "None") -> None:
-        """A job's new state; "" takes it from the queue."""
+        """Set a job's state; "" removes it from the queue."""
         lines = [line for line in (self.folder / "queue").read_text().splitlines() if not line.startswith(f"{job}|")]
         lines += [f"{job}|{state}|{reason}"] if state else []
         (self.folder / "queue").write_text("".join(f"{line}\n" for line in lines))
@@ -56,7 +56,7 @@ class FakeSlurm:
 
 
 def install(folder: Path) -> tuple[FakeSlurm, Path]:
-    """The scripts, in a folder to be put first in PATH."""
+    """The fake Slurm, and the folder of its scripts, to be put first in PATH."""
     state, scripts = folder / "state", folder / "bin"
     state.mkdir()
     scripts.mkdir()

@@ -15,7 +15,7 @@ PACKAGES = ("nestpipe", "baselines", "results", "slurm", "suites")
 
 @dataclass(frozen=True)
 class Import:
-    """``source`` imports ``target``, both modules. ``late``: inside a function. ``reason``: the comment beside it."""
+    """``source`` imports ``target``, both modules. ``late``: inside a function. ``reason``: the comment next to it."""
 
     source: str
     target: str
@@ -80,7 +80,7 @@ def _comment(lines: list[str], first: int, last: int) -> str:
 
 
 def room(module: str, known: dict[str, Path]) -> str:
-    """The folder of a module; a module that is no folder and lies directly in a package is a room of its own."""
+    """The folder of a module; a module that is directly in a package, without a folder, is its own room."""
     if known[module].name == "__init__.py":
         return module
     package = module.rpartition(".")[0]

@@ -22,9 +22,9 @@ class Unavailable(RuntimeError):
 
 @contextmanager
 def slurm_up(base: Path) -> Iterator[Path]:
-    """A Slurm of our own with its files in ``base``. Raises Unavailable, also where one is up: its jobs are not ours.
+    """Our own Slurm with its files in ``base``. Raises Unavailable, also if a Slurm is up: its jobs are not ours.
 
-    Another process takes it down, also when this one is killed: it waits for the end of a pipe.
+    Another process stops it, even if this one is killed: it waits for the end of a pipe.
     """
     if os.geteuid() != 0:
         raise Unavailable("a local Slurm needs root")
@@ -35,7 +35,7 @@ def slurm_up(base: Path) -> Iterator[Path]:
         ["bash", "-c", f"read -r _; [[ -e {base}/state ]] && exec {LOCAL}/down"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in the terminal is not for it
+        start_new_session=True,  # Ctrl-C in the terminal must not reach it
         env=env,
     )
     try:
@@ -51,7 +51,7 @@ def slurm_up(base: Path) -> Iterator[Path]:
 
 
 def nestpipe(*words: str, check: bool = True) -> str:
-    """Run the command line; stdout and stderr together."""
+    """Run the command line. Returns stdout and stderr together."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, "-m", "nestpipe.cli", "sweep", *words],
@@ -90,7 +90,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_node(base: Path, node: str) -> None:
-    """What a power cut does: slurmd, its stepds and all that they run, gone at once."""
+    """Do what a power cut does: end slurmd, its stepds and all that they run at once."""
     pids = [int((base / f"slurmd.{node}.pid").read_text())]
     for link in Path("/proc").glob("[0-9]*"):
         try:
@@ -106,7 +106,7 @@ def kill_node(base: Path, node: str) -> None:
 
 
 def _has_open(process: Path, file: Path) -> bool:
-    """A stepd writes to the log of its node's slurmd."""
+    """Whether the process is a stepd of the node: it writes to the log of the node's slurmd."""
     return any(os.readlink(link) == str(file) for link in (process / "fd").iterdir())
 
 

@@ -68,7 +68,7 @@ class Run:
 
 
 def batches(steps: int, samples: int = 6, known: bool = True) -> list[Batch]:
-    """This rank's; a rank's number of samples differs from its neighbour's."""
+    """This rank's batches; a rank's number of samples differs from its neighbour's."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     sizes = [samples - r % 2 for r in range(world)]
     return [make_batch(step, rank, sizes[rank], sum(sizes) if known else None) for step in range(steps)]
@@ -107,7 +107,7 @@ def largest_difference(one: Outcome, other: Outcome) -> float:
 
 
 def largest_update(outcome: Outcome) -> float:
-    """By how much a weight of the tables has moved at most: the scale that differences are measured by."""
+    """The largest change of a weight of the tables: the scale of differences."""
     from nestpipe.embedding.host_table import initial_rows
 
     start = {f"table {t.name}": initial_rows(SEED, t, 0, t.rows) for t in TABLES}

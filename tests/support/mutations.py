@@ -22,7 +22,7 @@ Priority = Callable[[int, Op], object]
 
 @dataclass(frozen=True)
 class Mutant:
-    """``kind``: what sort of change; ``what``: this one. ``derive``: drop all edges and derive them anew."""
+    """``kind``: what sort of change; ``what``: this one. ``derive``: drop all edges and derive them again."""
 
     kind: str
     what: str
@@ -46,7 +46,7 @@ class Mutant:
 
 
 def mutants(base: Schedule) -> Iterator[Mutant]:
-    """Every single change of ``base``; where it moves operations, also with the edges derived anew."""
+    """Every single change of ``base``. If it moves operations, also with the edges derived again."""
     yield from _edges(base)
     yield from _operations(base)
     for m in _placements(base):
@@ -129,7 +129,7 @@ def _placements(base: Schedule) -> Iterator[Mutant]:
 
 
 def legal_order(ops: Sequence[Op], priority: Priority) -> list[Op] | None:
-    """Of the operations that may run next always the first by ``priority``; None where none may (a deadlock)."""
+    """Always runs the first by ``priority`` of the operations that may run next; None if none may (a deadlock)."""
     needs = predecessors(ops)
     followers: list[list[int]] = [[] for _ in ops]
     for i, before in enumerate(needs):
@@ -150,7 +150,7 @@ def legal_order(ops: Sequence[Op], priority: Priority) -> list[Op] | None:
 
 
 def reversed_pair(ops: Sequence[Op], first: Ref, second: Ref) -> list[Priority]:
-    """Priorities under which ``second`` runs before ``first``: as early as can be, or ``first`` as late as can be."""
+    """Priorities under which ``second`` runs before ``first``: as early as possible, or ``first`` as late as can be."""
     index = {o.ref: i for i, o in enumerate(ops)}
     needs = predecessors(ops)
     wanted, open_ends = set(), [index[second]]
@@ -164,12 +164,12 @@ def reversed_pair(ops: Sequence[Op], first: Ref, second: Ref) -> list[Priority]:
 
 def adversaries(ops: Sequence[Op], problems: Sequence[Problem], seed: int, draws: int) -> Iterator[Priority]:
     """Orders to try: schedule order, reported races turned round, and ``draws`` of: a lane or stage rushed or
-    delayed as far as can be, operations shuffled.
+    delayed as far as possible, operations shuffled.
     """
     yield lambda i, o: (i,)
     races = {}
     for problem in problems:
-        if problem.ops:  # of races between the same stages one is enough, in the middle of the run
+        if problem.ops:  # one race between two stages is enough, in the middle of the run
             kind = tuple((r.stage, r.micro) for r in problem.ops)
             races.setdefault((kind, problem.ops[1].batch - problem.ops[0].batch), []).append(problem.ops)
     for pairs in races.values():

@@ -61,7 +61,7 @@ class RowwiseAdagrad:
 
 @dataclass(frozen=True)
 class PlainResult:
-    """The trained model and table, the loss of every step, seconds per step, and metrics by epoch where asked."""
+    """The trained model and table, the loss of every step, seconds per step, and metrics by epoch if asked for."""
 
     model: nn.Module
     table: Tensor

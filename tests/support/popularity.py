@@ -1,4 +1,4 @@
-"""The yardstick of a recommender that has learned something: everybody is shown what is seen most often."""
+"""A baseline that a trained recommender must beat: everybody is shown the items that are seen most often."""
 
 from __future__ import annotations
 

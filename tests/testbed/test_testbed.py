@@ -1,4 +1,4 @@
-"""Testbeds: how they are written, that their links have the rate and delay asked for, that nothing is left."""
+"""Testbeds: their text form, the rate and delay of their links, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def interfaces() -> list[str]:
 
 
 def round_trip_s(enter: list[str], address: str) -> float:
-    """Shortest time of a refused TCP connection to `address`: one round trip, no program at the far end."""
+    """Shortest time of a refused TCP connection to ``address``: one round trip, no program at the far end."""
     code = (
         "import socket, sys, time\n"
         "for _ in range(6):\n"
@@ -150,12 +150,12 @@ def test_links_have_the_rate_and_delay_asked_for():
     print(f"round trip {measured_s * 1e3:.2f} ms, all-to-all {[round(s * 1e3) for s in seconds]} ms")
     # half of the bytes cross the link in each direction; headers and latency come on top
     ideal_s = BYTES / 2 * 8 / RATE_BIT_S + DELAY_S
-    # Never faster than the link. How much slower is the machine's load, not the testbed: the best is told, loosely.
+    # Never faster than the link. How much slower depends on the machine's load: only a loose bound on the best holds.
     assert 0.9 * ideal_s < seconds[0] < 10 * ideal_s, f"{seconds}, ideal {ideal_s}"
 
 
 @pytest.mark.root
-def test_two_testbeds_stand_side_by_side():
+def test_two_testbeds_exist_side_by_side():
     with parse_testbed("netns:1gbit,hosts=2") as first, parse_testbed("netns:none,2ms,hosts=3") as second:
         assert len(owned_by(os.getpid())) == 2
         for testbed in (first, second):

@@ -81,7 +81,7 @@ COMMANDS = {
     "sweep preview smoke --checkpoint-every -1": r"--checkpoint-every is -1; it must be at least 0",
     "sweep preview smoke --max-workers -1": r"--max-workers is -1; it must be at least 0",
     "run --dataset netflix": r"netflix.*synthetic.*movielens",
-    "run --dataset movielens": r"no file named; pass --data-path",
+    "run --dataset movielens": r"no file given; pass --data-path",
     "run --dataset movielens --data-path {there}/none": r"/none: no such file; pass --data-path",
     "run --dataset movielens --data-path {there}/empty": r"empty: the file is empty; expected user, item",
     "run --dataset movielens --data-path {there}/short": r"short:2: 3 tab-separated fields.*--on-bad-row skip",
