@@ -23,15 +23,15 @@ from tests.support.paths import ROOT
 #: word -> (its pattern, ceiling in documents, ceiling elsewhere, uses in both at commit 8e7163e). The usual words are,
 #: in this order: next to; only; is; is; again; resumes or continues; is not one; if there is; if.
 CEILINGS = {
-    "beside": (r"\bbeside\b", 0, 47, 60),
-    "alone": (r"\balone\b", 0, 54, 59),
-    "stands": (r"\b(stands?|stood)\b(?!-in| for\b)", 0, 34, 39),
-    "lies": (r"\b(lies?|lay)\b", 0, 18, 19),
-    "anew": (r"\banew\b", 0, 15, 16),
-    "goes on": (r"\b(go|goes|going|gone|went) on\b", 0, 45, 52),
-    "is none": (r"\b(is|are|were|was) none\b", 0, 21, 21),
-    "where there is": (r"\bwhere there (is|are|was|were)\b", 0, 19, 19),
-    "where": (r"\bwhere\b", 4, 245, 263),
+    "beside": (r"\bbeside\b", 0, 0, 60),
+    "alone": (r"\balone\b", 0, 3, 59),
+    "stands": (r"\b(stands?|stood)\b(?!-in| for\b)", 0, 0, 39),
+    "lies": (r"\b(lies?|lay)\b", 0, 0, 19),
+    "anew": (r"\banew\b", 0, 0, 16),
+    "goes on": (r"\b(go|goes|going|gone|went) on\b", 0, 0, 52),
+    "is none": (r"\b(is|are|were|was) none\b", 0, 7, 21),
+    "where there is": (r"\bwhere there (is|are|was|were)\b", 0, 0, 19),
+    "where": (r"\bwhere\b", 4, 44, 263),
 }
 FOLDERS = (".ci", "baselines", "docs", "examples", "nestpipe", "results", "slurm", "suites", "tests", "tools")
 #: Files that are text from end to end; of Python files only comments and strings are.
