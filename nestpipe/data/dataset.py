@@ -66,6 +66,13 @@ class Dataset(Histories):
     seed: int
 
     @property
+    def notes(self) -> list[str]:
+        """What a record should say of the data; empty if nothing was skipped."""
+        if not self.bad_rows:
+            return []
+        return [f"{self.bad_rows} malformed rows were skipped: " + "; ".join(self.bad_row_examples)]
+
+    @property
     def users(self) -> int:
         return len(self.lengths)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -186,9 +186,9 @@ def step_at_same_sample(dataset: Dataset, ranks: int, step: int, ranks_then: int
     return epoch * dataset.steps_per_epoch(ranks) + within * ranks_then // ranks
 
 
-def check_resumable(config: RunConfig, dataset: Dataset) -> None:
+def check_resumable(config: RunConfig, methods: Sequence[Method], dataset: Dataset) -> None:
     """Raises CheckpointError, before any rank starts, if a method's newest checkpoint cannot be resumed."""
-    for method in methods_of(config) if config.resume and config.checkpoint else ():
+    for method in methods if config.resume and config.checkpoint else ():
         manifest = newest(method_folder(config.checkpoint or "", method.name))
         if manifest is None:
             continue

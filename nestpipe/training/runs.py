@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from nestpipe.config import ConfigError, RunConfig
-from nestpipe.data.dataset import Dataset
 from nestpipe.datasets.loader import load_dataset
 from nestpipe.methods import methods_of
 from nestpipe.ranks.pool import RankPool
@@ -30,14 +29,13 @@ def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
     methods = methods_of(config)
     # First here, so that an error in the data is reported once, before any rank has started.
     dataset = load_dataset(config.data, config.model, config.seed)
-    notes = _data_notes(dataset)
-    check_resumable(config, dataset)
+    testbed = parse_testbed(config.testbed)
+    check_resumable(config, methods, dataset)
 
     def on_message(rank: int, message: Any) -> None:
         if progress:
             progress(*message)
 
-    testbed = parse_testbed(config.testbed)
     try:
         with (
             only_writer(config.checkpoint),
@@ -51,7 +49,7 @@ def run(config: RunConfig, progress: Progress | None = None) -> list[MethodRun]:
         if kind.endswith("MemoryError") or "can't allocate memory" in what:
             raise MemoryError(f"rank {error.failures[0].rank}: {what}") from None
         raise
-    return method_runs(config, methods, ranks, notes)
+    return method_runs(config, methods, ranks, dataset.notes)
 
 
 def run_in_group(config: RunConfig, after_step: AfterStep | None = None) -> list[MethodRun] | None:
@@ -68,10 +66,4 @@ def run_in_group(config: RunConfig, after_step: AfterStep | None = None) -> list
     dist.gather_object(result, ranks)
     if ranks is None:
         return None
-    return method_runs(config, methods, ranks, _data_notes(load_dataset(config.data, config.model, config.seed)))
-
-
-def _data_notes(dataset: Dataset) -> list[str]:
-    if not dataset.bad_rows:
-        return []
-    return [f"{dataset.bad_rows} malformed rows were skipped: " + "; ".join(dataset.bad_row_examples)]
+    return method_runs(config, methods, ranks, load_dataset(config.data, config.model, config.seed).notes)
