@@ -19,7 +19,7 @@ class PublishedError(ValueError):
 
 @dataclass(frozen=True)
 class Published:
-    """One number. ``where``: table (Roman) or figure. ``setting``: relative to the paper's reference set-up."""
+    """One number. ``where``: table (Roman) or figure. ``setting``: what differs from the paper's reference set-up."""
 
     where: str
     cluster: str
