@@ -84,7 +84,7 @@ def batch_keys(parts: Sequence[Batch], layout: ShardLayout) -> Tensor:
     pieces = []
     for m, part in enumerate(parts):
         for t, table in enumerate(layout.tables):
-            for feature in table.features:
+            for feature in part.features_of(table):
                 keys = part.sparse[feature].values()
                 if not len(keys):
                     continue
@@ -205,8 +205,7 @@ def _micro_plans(
     """``positions`` int64 [asked.sum()]: for each row that a rank asks for, its position in the buffer."""
     micros, world = wanted.counts.shape
     chunks = positions.split(asked.flatten().tolist())  # [requester][micro-batch]
-    features = [feature for table in layout.tables for feature in table.features]
-    keys = [sum(part.sparse[feature].values().numel() for feature in features) for part in parts]
+    keys = [sum(part.sparse[f].values().numel() for t in layout.tables for f in part.features_of(t)) for part in parts]
     starts = wanted.bounds[: micros * world : world].tolist()  # each micro-batch's first key
     plans = []
     for m, inverse in enumerate(wanted.inverse.split(keys)):

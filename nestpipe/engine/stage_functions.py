@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nestpipe.data.batch import Batch, Jagged
+from nestpipe.data.batch import Batch
 from nestpipe.embedding.dual_buffer import RowBuffer, synchronise
 from nestpipe.embedding.host_table import HostTable
 from nestpipe.embedding.key_routing import RoutingPlan, route
@@ -123,9 +123,7 @@ class StageFunctions:
         self._rings["input", ref] = (parts, batch is None)
 
     def _empty_parts(self) -> Sequence[Batch]:
-        none = HOST.empty(0, dtype=torch.int64)
-        features = (feature for table in self._table.layout.tables for feature in table.features)
-        empty = Batch({feature: Jagged(none, none) for feature in features}, none, {}, share=0.0)
+        empty = Batch({}, HOST.empty(0, dtype=torch.int64), {}, share=0.0, reads={})
         return [empty] * self._micro_batches
 
     def _copy_to_device(self, ref: Ref) -> None:
