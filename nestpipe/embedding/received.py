@@ -29,8 +29,10 @@ class ReceivedEmbeddings(nn.Module):
         counts = [part.sparse[feature].values().numel() for feature in features]
         # One gather for all features: its backward is then one scatter, not one per feature.
         rows = received.index_select(0, inverse).split(counts)
+        frozen = {f for table in self._tables if table.frozen for f in part.features_of(table)}
         self._jagged = {
-            feature: Jagged(values, part.sparse[feature].lengths())
+            # Rows of a frozen table get no gradient, and a zero gradient changes no row under any rule.
+            feature: Jagged(values.detach() if feature in frozen else values, part.sparse[feature].lengths())
             for feature, values in zip(features, rows, strict=True)
         }
 
