@@ -173,7 +173,7 @@ class BatchFormat:
         return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in self._shared)
 
     def _leaf(self, path: str, value: Any, samples: int, extra: dict[str, Jagged | Tensor]) -> Any:
-        """Puts what is per sample into ``extra``. Returns a constant, a _Keyed or a function from a part to the leaf."""
+        """Put what is per sample into ``extra``. Returns a constant, a _Keyed or a function from a part to the leaf."""
         if isinstance(value, KeyedJaggedTensor):
             return _cut_keyed(path, value, extra)
         if isinstance(value, JaggedTensor):
@@ -226,7 +226,7 @@ def _samples(found: list[tuple[str, Any]], is_shared: Callable[[str], bool]) -> 
                 raise BatchError(f"batch{path} is a {value.layout} tensor; a batch holds dense tensors")
             if value.dim() and not is_shared(path):
                 counts[path] = len(value)
-        elif not isinstance(value, _CONSTANTS + (list, tuple)) and not hasattr(type(value), "__members__"):
+        elif not isinstance(value, (*_CONSTANTS, list, tuple)) and not hasattr(type(value), "__members__"):
             raise BatchError(
                 f"batch{path} is a {type(value).__name__}; a batch is a dataclass, tuple or mapping of tensors, "
                 "(Keyed)JaggedTensors and constants: state how to cut other types with own_types="
@@ -238,8 +238,8 @@ def _samples(found: list[tuple[str, Any]], is_shared: Callable[[str], bool]) -> 
     for path, count in counts.items():
         if count != samples:
             raise BatchError(
-                f"batch{path} has {count} rows, but the batch has {samples} samples: if every micro-batch needs it whole, "
-                f"pass shared=('{path.lstrip('.')}',)"
+                f"batch{path} has {count} rows, but the batch has {samples} samples: if every micro-batch needs it "
+                f"whole, pass shared=('{path.lstrip('.')}',)"
             )
     return samples
 

@@ -98,8 +98,8 @@ def _require_untied(model: nn.Module, collections: Mapping[str, Any]) -> None:
                 tied = stores.get(parameter.untyped_storage().data_ptr())
             if tied is not None:
                 raise ValueError(
-                    f"{path or 'the model'}.{name} is the weight of table '{tied}': a table that the dense part uses as "
-                    "a whole (such as a tied softmax) cannot be sharded; give the dense part a weight of its own"
+                    f"{path or 'the model'}.{name} is the weight of table '{tied}': a table that the dense part uses "
+                    "as a whole (such as a tied softmax) cannot be sharded; give the dense part a weight of its own"
                 )
 
 

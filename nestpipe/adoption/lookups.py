@@ -92,7 +92,7 @@ class AdoptedBags(EmbeddingBagCollection):
     adopted: Adopted
 
     @property
-    def embedding_bags(self) -> Any:  # type: ignore[override]
+    def embedding_bags(self) -> Any:
         return self.adopted.taken()
 
     def forward(self, features: Any) -> Any:
@@ -123,7 +123,7 @@ class AdoptedSequences(EmbeddingCollection):
     adopted: Adopted
 
     @property
-    def embeddings(self) -> Any:  # type: ignore[override]
+    def embeddings(self) -> Any:
         return self.adopted.taken()
 
     def forward(self, features: Any) -> Any:
@@ -199,8 +199,8 @@ class FromTables:
         named = [source for source in equal if source.key == slot.key]
         if not equal:
             raise BatchError(
-                f"'{collection}' looks up key '{slot.key}' with ids that are not those of the batch, for which rows are "
-                "fetched ahead: make such ids (hashed, filtered, drawn) in the data loader, or pass preprocess="
+                f"'{collection}' looks up key '{slot.key}' with ids that are not those of the batch, for which rows "
+                "are fetched ahead: make such ids (hashed, filtered, drawn) in the data loader, or pass preprocess="
             )
         for source in named or equal:
             self._reads.add(slot.table, source)

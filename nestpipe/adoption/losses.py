@@ -67,9 +67,9 @@ class Losses:
                 )
             return loss.sum(), None
         if loss.numel() != 1:
-            each = "one for each sample, pass reduction='none'; if they are predictions, return (loss, predictions)"
             raise ValueError(
-                f"the model returned {loss.numel()} losses, but reduction='{self.reduction}' takes one: if they are {each}"
+                f"the model returned {loss.numel()} losses, but reduction='{self.reduction}' takes one: if they are "
+                "one for each sample, pass reduction='none'; if they are predictions, return (loss, predictions)"
             )
         one = loss.reshape(())
         return (one * samples if self.reduction == "mean" else one), None

@@ -10,12 +10,13 @@ The loss is compared in the mode that trains, with dropout off, on the first bat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nestpipe.data.batch import Batch
+from nestpipe.data.batch import Batch, Jagged
 
 #: Relative difference of losses that rounding may explain: of float32 losses, and in units of their type's precision.
 _TOLERANCE, _ROUNDINGS = 1e-4, 16
@@ -60,9 +61,9 @@ def require_stateless(first: LossSums, again: LossSums, changed_buffers: Sequenc
         _require_finite(one)
         if abs(float(one) - float(other)) > 8 * torch.finfo(_precision(one)).eps * abs(float(one)):
             raise NotSeparable(
-                f"two passes over the same batch give two losses ({float(one):.6g} and {float(other):.6g}, dropout off): "
-                "the model keeps state between passes or draws random numbers, so micro-batches cannot be compared with "
-                "their batch. Train with micro_batches=1, or pass check=False if no term of the loss mixes samples"
+                f"two passes over the same batch give two losses ({float(one):.6g} and {float(other):.6g}, dropout "
+                "off): the model keeps state between passes or draws random numbers, so micro-batches cannot be "
+                "compared with their batch. Train with micro_batches=1, or pass check=False if no term of the loss mixes samples"
             )
 
 
@@ -76,10 +77,10 @@ def require_equal_sums(whole: LossSums, parts: Sequence[LossSums]) -> None:
         if abs(float(total) - sum(pieces)) > tolerance * max(abs(float(total)) + sum(map(abs, pieces)), 1e-6) / 2:
             what = "loss" if n == 0 else "count"
             raise NotSeparable(
-                f"the {what} of a batch ({float(total):.6g}) is not the sum over its micro-batches ({sum(pieces):.6g}): "
-                "does it use in-batch negatives, attention over the batch (batch_first=False), or a mean over something "
-                "else than samples? Return Summed(total, count) for such a mean, pass reduction='sum' if the loss is a "
-                "sum; otherwise train with micro_batches=1"
+                f"the {what} of a batch ({float(total):.6g}) is not the sum over its parts ({sum(pieces):.6g}): "
+                "does it use in-batch negatives, attention over the batch (batch_first=False), or a mean over other "
+                "things than samples? Return Summed(total, count) for such a mean, pass reduction='sum' if it is a sum; "
+                "otherwise train with micro_batches=1"
             )
 
 
@@ -93,16 +94,15 @@ def is_due(call: int, micro_batches: int) -> bool:
 
 def joined(one: Batch, other: Batch) -> Batch:
     """The samples of both; they are parts of one batch."""
-    join: Callable[[Tensor, Tensor], Tensor] = lambda a, b: torch.cat([a, b])  # noqa: E731
-    extra = {name: _joined(value, other.extra[name], join) for name, value in one.extra.items()}
-    sparse = {name: _joined(value, other.sparse[name], join) for name, value in one.sparse.items()}
-    return Batch(sparse, join(one.sample_ids, other.sample_ids), extra, reads=one.reads, form=one.form)
+    extra = {name: _joined(value, other.extra[name]) for name, value in one.extra.items()}
+    sparse = {name: _joined(value, other.sparse[name]) for name, value in one.sparse.items()}
+    return Batch(sparse, torch.cat([one.sample_ids, other.sample_ids]), extra, reads=one.reads, form=one.form)
 
 
-def _joined(one: object, other: object, join: Callable[[Tensor, Tensor], Tensor]) -> object:
+def _joined(one: Any, other: Any) -> Any:
     if isinstance(one, Tensor):
-        return join(one, other)  # type: ignore[arg-type]
-    return type(one)(join(one.flat, other.flat), join(one.counts, other.counts))  # type: ignore[attr-defined, call-arg]
+        return torch.cat([one, other])
+    return Jagged(torch.cat([one.flat, other.flat]), torch.cat([one.counts, other.counts]))
 
 
 def _precision(value: Tensor) -> torch.dtype:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,12 @@ from nestpipe.ranks.collectives import Exchange
 from nestpipe.trainer import DenseOptimizer, ModelSpec
 
 
-class BatchTotals(NamedTuple):
+@dataclass(frozen=True)
+class BatchTotals:
     """Sums over all ranks: of their shares of the loss, and of the counts of a model that divides by them."""
 
     loss: float
-    count: float
+    total_count: float
 
 
 class DensePart:

@@ -32,7 +32,8 @@ _ENDED = RoutingPlan(ended=True)
 class StageFunctions:
     """``execute`` runs one operation. The caller is responsible for the order.
 
-    ``source``: what P reads from. ``functions``: the function of each stage, by letter. Raises ValueError for a stage of ``schedule`` that has no function.
+    ``source``: what P reads from. ``functions``: the function of each stage, by letter. Raises ValueError for a stage
+    of ``schedule`` that has no function.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class StageFunctions:
         totals = self._dense.reduce()
         self._totals[ref.batch] = totals
         if self._divide_by == "count":
-            self._rings["loss_count", ref] = totals.count
+            self._rings["loss_count", ref] = totals.total_count
 
     def _sparse_update(self, ref: Ref) -> None:
         total, rows = self._rings["accumulator", ref], self._rings["buffer", ref].rows

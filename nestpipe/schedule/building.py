@@ -77,8 +77,8 @@ def counted(schedule: Schedule) -> Schedule:
             reduced.add(o.ref.batch)
         if reads and o.ref.batch not in reduced:
             raise ValueError(
-                f"schedule '{schedule.name}' has {o.ref.relative()} before A, but a model that returns Summed is divided by "
-                "a count that A sums: use another method"
+                f"schedule '{schedule.name}' has {o.ref.relative()} before A, but a loss that is Summed is divided "
+                "by a count that A sums: use another method"
             )
         ops.append(replace(o, reads=(*o.reads, *reads), writes=(*o.writes, *writes)))
     return with_derived_edges(replace(schedule, ops=tuple(ops)))
