@@ -63,7 +63,7 @@ def require_stateless(first: LossSums, again: LossSums, changed_buffers: Sequenc
             raise NotSeparable(
                 f"two passes over the same batch give two losses ({float(one):.6g} and {float(other):.6g}, dropout "
                 "off): the model keeps state between passes or draws random numbers, so micro-batches cannot be "
-                "compared with their batch. Train with micro_batches=1, or pass check=False if no term of the loss mixes samples"
+                "compared with their batch. Train with micro_batches=1, or pass check=False if no term mixes samples"
             )
 
 
@@ -79,7 +79,7 @@ def require_equal_sums(whole: LossSums, parts: Sequence[LossSums]) -> None:
             raise NotSeparable(
                 f"the {what} of a batch ({float(total):.6g}) is not the sum over its parts ({sum(pieces):.6g}): "
                 "does it use in-batch negatives, attention over the batch (batch_first=False), or a mean over other "
-                "things than samples? Return Summed(total, count) for such a mean, pass reduction='sum' if it is a sum; "
+                "things than samples? Return Summed(total, count) for such a mean, reduction='sum' for a sum; "
                 "otherwise train with micro_batches=1"
             )
 

@@ -10,14 +10,10 @@ from nestpipe.data.batch import Batch
 
 
 class Read(NamedTuple):
-    """A batch, or None if the iterator has ended. ``taken``: how many iterators this rank has read from until then.
-
-    ``is_first``: whether it is the first that is read from its iterator.
-    """
+    """A batch, or None if the iterator has ended. ``taken``: how many iterators this rank has read from until then."""
 
     batch: Batch | None
     taken: int
-    is_first: bool
 
 
 class Source:
@@ -30,7 +26,7 @@ class Source:
     def __init__(self) -> None:
         self._given: dict[int, tuple[Iterator[Batch], int]] = {}
         self._read: dict[int, Batch | None] = {}
-        self._again: deque[Batch] = deque()
+        self._again: deque[Batch | Exception] = deque()  # read ahead of their numbers, or what was raised then
         self._last: Iterator[Batch] | None = None
         self._ended: Iterator[Batch] | None = None
         self._begun: Iterator[Batch] | None = None
@@ -44,16 +40,32 @@ class Source:
         for number in batches:
             self._given.setdefault(number, (iterator, self._taken))
 
-    def next_is_first(self, number: int) -> bool:
-        """Whether ``read(number)`` will ask a new iterator for its first batch."""
-        return not self._again and self._given[number][0] is not self._begun
+    def new_iterator(self, number: int) -> int:
+        """The number of the iterator that ``read(number)`` asks for its first batch, or 0 if it has been asked."""
+        iterator, taken = self._given[number]
+        return 0 if self._again or iterator is self._begun else taken
+
+    def read_ahead(self, number: int) -> None:
+        """Read one batch more from the iterator of batch ``number``, for a later ``read``."""
+        iterator, _ = self._given[number]
+        if iterator is self._ended or any(isinstance(batch, Exception) for batch in self._again):
+            return
+        self._begun = iterator
+        try:
+            self._again.append(next(iterator))
+        except StopIteration:
+            self._ended = iterator
+        except Exception as error:  # belongs to the batch that could not be read
+            self._again.append(error)
 
     def read(self, number: int) -> Read:
         """Batch ``number``. Called once for each number, in order."""
         iterator, taken = self._given[number]
-        is_first = self.next_is_first(number)
         if self._again:
-            batch: Batch | None = self._again.popleft()
+            ahead = self._again.popleft()
+            if isinstance(ahead, Exception):
+                raise ahead
+            batch: Batch | None = ahead
         elif iterator is self._ended:
             batch = None
         else:
@@ -62,7 +74,7 @@ class Source:
             if batch is None:
                 self._ended = iterator
         self._read[number] = batch
-        return Read(batch, taken, is_first)
+        return Read(batch, taken)
 
     def trained(self, number: int) -> None:
         """Batches up to ``number`` are done with."""

@@ -125,8 +125,12 @@ class StageFunctions:
     # ---- the stages ----
 
     def _prefetch(self, ref: Ref) -> None:
-        with self._turns.reading(self._source.next_is_first(ref.batch)):
-            batch, taken, _ = self._source.read(ref.batch)
+        if self._turns.undecided:
+            self._turns.decide(lambda: self._source.read_ahead(ref.batch))
+        # At the start of a pipeline nothing else runs yet.
+        fresh = 0 if ref.batch == self._first else self._source.new_iterator(ref.batch)
+        with self._turns.reading(fresh):
+            batch, taken = self._source.read(ref.batch)
         parts = self._empty_parts() if batch is None else batch.split(self._micro_batches)
         self._rings["input", ref] = (parts, batch is None, taken)
 
