@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from nestpipe.data.batch import Batch
 from nestpipe.data.tables import TableConfig
 from nestpipe.measurement.trace import Span
+
+#: What the sum of a batch's losses is divided by. ``samples``: the samples of the global batch. ``rank_samples``: for
+#: each rank its own samples times the number of ranks, which gives the mean of the ranks' means, as in
+#: DistributedDataParallel. ``ranks``: the number of ranks. ``count``: what the model counts, summed over all ranks.
+DivideBy = Literal["samples", "rank_samples", "ranks", "count"]
 
 
 @dataclass(frozen=True)
@@ -22,13 +27,16 @@ class ModelSpec:
 
     ``build(embeddings)`` returns a module that uses an injected embedding module. It maps a batch to float32 losses
     [samples], one per sample, and the trainer divides their sum by the number of samples in the global batch. Its
-    dense weights must depend only on the seed. ``summed``: the module returns the sum of the losses, a scalar,
-    instead.
+    dense weights start as those of rank 0 if the engine trains it; other trainers need weights that depend only on the
+    seed. ``summed``: the module returns the sum of the losses, a scalar, instead. ``divide_by``: see DivideBy; only
+    the engine takes other values than ``samples``. With ``count`` the module returns (sum of losses, count), two
+    scalars. A batch whose count is 0 changes weights only by what the optimizers do with zero gradients.
     """
 
     tables: tuple[TableConfig, ...]
     build: Callable[[nn.Module], nn.Module]
     summed: bool = False
+    divide_by: DivideBy = "samples"
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,9 @@ class SparseOptimizer:
 class StepResult:
     """The result of one step on one rank.
 
-    ``loss``: this rank's share, the sum of its per-sample losses divided by the samples of the global batch. The
-    global loss is the sum over ranks. ``samples``: the number of this rank's samples. ``embedding_bytes``: embedding
+    ``loss``: this rank's share, the sum of its per-sample losses divided by the samples of the global batch (or see
+    DivideBy). ``global_loss``: the sum of all ranks' shares, in float32; None if the method does not compute it.
+    ``samples``: the number of this rank's samples. ``embedding_bytes``: embedding
     rows that this rank received from other ranks and gradient rows that it sent to them in this step.
     ``minimum_embedding_bytes``: the same if each distinct key were sent once per batch. ``duplication_factor``: keys
     that this rank asked for, each once per micro-batch, divided by the distinct keys of its batch.
@@ -64,6 +73,7 @@ class StepResult:
     minimum_embedding_bytes: int
     duplication_factor: float
     replica_bytes: int = 0
+    global_loss: float | None = None
 
 
 @runtime_checkable

@@ -1,150 +1,340 @@
-"""Converts batches of a TorchRec user's own type to ``Batch`` and back, so that any type can be cut into micro-batches.
+"""Cuts batches of a TorchRec user's own type into micro-batches, and puts each together again in that type.
 
-A batch may be a dataclass, named tuple, tuple, list or mapping, nested to any depth. Its leaves are tensors with one
-row per sample, ``KeyedJaggedTensor``s, ``JaggedTensor``s, and constants (None, strings, numbers) that are the same in
-every batch.
+A batch may be a dataclass, named tuple, tuple, list or mapping, nested to any depth, or of a type for which the user
+states a pair of functions. What it holds is that batch's own: nothing is taken from an earlier batch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nestpipe.adoption.structures import OwnTypes, Rebuild, children, position
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.keyed_jagged import keyed_jagged_tensor
+from nestpipe.machine.versions import require_torchrec
 
-_CONSTANTS = (type(None), str, int, float, bool)
+require_torchrec()
+
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor  # noqa: E402
+
+_CONSTANTS = (type(None), str, bytes, int, float, complex, bool, torch.dtype, torch.device, torch.Size)
 
 
 class BatchError(ValueError):
-    """A user's batch cannot be cut into micro-batches; the message names the field."""
+    """A user's batch cannot be cut into micro-batches, or looks up ids that it does not hold. Names the field."""
 
 
 @dataclass(frozen=True)
-class ForeignBatches:
-    """How batches of one type are taken apart and put together.
+class Source:
+    """Where ids come from: ``key`` of the KeyedJaggedTensor at ``path``, or the ids of another leaf (key None)."""
 
-    ``reads``: for each key of a KeyedJaggedTensor, the engine's features that read it (one for each table that
-    reads the key). ``example``: the first batch, whose structure all others share.
+    path: str
+    key: str | None = None
+
+    def __str__(self) -> str:
+        return f"batch{self.path}" if self.key is None else f"batch{self.path}[{self.key!r}]"
+
+    @property
+    def place(self) -> str:
+        """Its name in ``Batch.extra``."""
+        return self.path if self.key is None else f"{self.path}:{self.key}"
+
+
+@dataclass
+class Reads:
+    """Which tables are looked up by which source.
+
+    ``tables``: those that the model looked up in its first batch. ``by_key``: by key, all tables that have it; what a
+    KeyedJaggedTensor that the first batch did not have is assumed to be looked up by. ``rows``: of each table.
     """
 
-    reads: Mapping[str, Sequence[str]]
-    example: Any
+    by_key: Mapping[str, Sequence[str]]
+    rows: Mapping[str, int]
+    tables: dict[Source, dict[str, None]] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
 
-    def to_batch(self, batch: Any, first_id: int) -> Batch:
-        """``batch`` as a Batch whose samples are numbered from ``first_id``. Raises BatchError."""
-        sparse: dict[str, Jagged] = {}
+    def add(self, table: str, source: Source) -> None:
+        self.tables.setdefault(source, {})[table] = None
+
+    def of(self, source: Source, ids: Tensor) -> Sequence[str]:
+        """The tables that ``source`` is looked up in."""
+        if source.path in self.seen or source.key is None:
+            return tuple(self.tables.get(source, ()))
+        # Tables that do not have these rows cannot be meant.
+        beyond = int(ids.max()) if len(ids) and _is_integer(ids) else 0
+        return tuple(table for table in self.by_key.get(source.key, ()) if beyond < self.rows[table])
+
+
+@dataclass(frozen=True)
+class _Keyed:
+    """What a KeyedJaggedTensor leaf holds beside its values."""
+
+    keys: tuple[str, ...]
+    lengths_dtype: torch.dtype
+    values_dtype: torch.dtype
+    weighted: bool
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A batch without its samples. ``leaves``: by path, what is needed to make the leaf from ``Batch.extra``."""
+
+    rebuild: Rebuild
+    leaves: Mapping[str, Any]
+    first_id: int
+
+
+@dataclass(frozen=True)
+class HandedOut:
+    """A KeyedJaggedTensor that a model gets, with copies of what it holds that the model never sees."""
+
+    keyed: Any
+    path: str
+    values: Tensor
+    lengths: Tensor
+
+    def untouched(self) -> bool:
+        return torch.equal(self.keyed.values(), self.values) and torch.equal(self.keyed.lengths(), self.lengths)
+
+
+class BatchFormat:
+    """Cuts batches and puts them together. ``own_types``: by type, (take apart, put together).
+
+    ``shared``: fields ("negatives", "meta.negatives", "[2]") whose tensors every micro-batch gets whole.
+    """
+
+    def __init__(self, own_types: OwnTypes | None = None, shared: Sequence[str] = ()) -> None:
+        self._own_types = own_types or {}
+        self._shared = {name if name[:1] in ".[" else f".{name}" for name in shared}
+
+    def to_batch(self, batch: Any, first_id: int, reads: Reads) -> Batch:
+        """``batch`` as a Batch whose samples are numbered from ``first_id``. All tensors are copied.
+
+        Raises BatchError, which names the field, for whatever cannot be cut into samples.
+        """
+        rebuild, found = self._taken_apart(batch)
+        samples = _samples(found, self._is_shared)
         extra: dict[str, Jagged | Tensor] = {}
-        samples: dict[str, int] = {}
-        for path, value in _leaves(batch):
-            if _is_keyed(value):
-                samples[path] = value.stride()
-                for key, jagged, weights in _features(path, value):
-                    extra[f"{path}:{key}"] = jagged
-                    sparse |= {feature: jagged for feature in self.reads.get(key, ())}
-                    if weights is not None:
-                        extra[f"{path}:{key}:weights"] = weights
-            elif isinstance(value, Tensor):
-                if not value.dim():
-                    raise BatchError(f"batch{path} is a tensor without a row per sample; micro-batches cannot split it")
-                samples[path] = len(value)
-                extra[path] = value
-            elif _is_jagged(value):
-                samples[path] = len(value.lengths())
-                extra[path] = Jagged(value.values(), value.lengths().long())
-            elif not isinstance(value, _CONSTANTS):
+        leaves = {path: self._leaf(path, value, samples, extra) for path, value in found}
+        ids = {source: extra[source.place] for source in _sources(leaves, extra) if source.key is not None}
+        ids |= {
+            source: _ids(extra[source.path]) for source in reads.tables if source.key is None and source.path in extra
+        }
+        sparse: dict[str, Jagged] = {}
+        features: dict[str, tuple[str, ...]] = {}
+        for source, jagged in ids.items():
+            assert isinstance(jagged, Jagged)
+            for table in reads.of(source, jagged.flat):
+                if not _is_integer(jagged.flat):
+                    raise BatchError(f"{source} holds ids of type {jagged.flat.dtype}; ids must be integers")
+                name = feature_name(table, source)
+                sparse[name] = Jagged(jagged.flat.long(), jagged.counts)
+                features[table] = (*features.get(table, ()), name)
+        numbers = torch.arange(first_id, first_id + samples)
+        return Batch(sparse, numbers, extra, reads=features, form=_Form(rebuild, leaves, first_id))
+
+    def from_batch(self, part: Batch) -> tuple[Any, list[HandedOut]]:
+        """The samples of ``part`` in a batch of the user's type, and the KeyedJaggedTensors in it."""
+        form: _Form = part.form
+        handed: list[HandedOut] = []
+
+        def value(path: str) -> Any:
+            leaf = form.leaves[path]
+            if isinstance(leaf, _Keyed):
+                handed.append(_keyed(path, leaf, part))
+                return handed[-1].keyed
+            return leaf(part) if callable(leaf) else leaf
+
+        return form.rebuild(value), handed
+
+    def _taken_apart(self, batch: Any) -> tuple[Rebuild, list[tuple[str, Any]]]:
+        """How to build such a batch from its leaves, and the leaves by path."""
+        found: list[tuple[str, Any]] = []
+
+        def visit(value: Any, path: str) -> Rebuild:
+            taken = None if _is_leaf(value) else children(value, path, self._own_types)
+            if taken is None:
+                found.append((path, value))
+                return lambda leaf: leaf(path)
+            parts, build = taken
+            made = [visit(part, path + step) for step, part in parts.items()]
+            return lambda leaf: build([make(leaf) for make in made])
+
+        try:
+            return visit(batch, ""), found
+        except (TypeError, ValueError) as error:
+            raise BatchError(f"the batch cannot be taken apart: {error}") from error
+
+    def _is_shared(self, path: str) -> bool:
+        return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in self._shared)
+
+    def _leaf(self, path: str, value: Any, samples: int, extra: dict[str, Jagged | Tensor]) -> Any:
+        """Put what is per sample into ``extra``. Returns a constant, a _Keyed or a function from a part to the leaf."""
+        if isinstance(value, KeyedJaggedTensor):
+            return _cut_keyed(path, value, extra)
+        if isinstance(value, JaggedTensor):
+            weights = value.weights_or_none()
+            extra[path] = Jagged(value.values().clone(), value.lengths().long())
+            if weights is not None:
+                extra[f"{path}:weights"] = Jagged(weights.clone(), value.lengths().long())
+            return _jagged_maker(path, value.lengths().dtype, weights is not None)
+        if isinstance(value, KeyedTensor):
+            extra[path] = value.values().clone()
+            keys, widths, dim = value.keys(), value.length_per_key(), value.key_dim()
+            return lambda part: KeyedTensor(keys, widths, part.extra[path], dim)
+        if isinstance(value, Tensor):
+            if not value.dim() or self._is_shared(path):
+                whole = value.clone()
+                return lambda part: whole.clone()
+            extra[path] = value.clone()
+            return lambda part: part.extra[path]
+        if isinstance(value, list | tuple):  # of constants only: see _is_leaf
+            whole_list = value
+            if len(value) != samples or self._is_shared(path):
+                return lambda part: whole_list
+            make = list if type(value) is list else tuple
+            return lambda part: make(whole_list[i] for i in position(part, part.form.first_id))
+        return value
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return bool(value) and all(isinstance(item, str | bytes | int | float | bool) for item in value)
+    return isinstance(value, KeyedJaggedTensor | JaggedTensor | KeyedTensor | Tensor)
+
+
+def _samples(found: list[tuple[str, Any]], is_shared: Callable[[str], bool]) -> int:
+    """The number of samples of a batch. Raises BatchError for a leaf that is none of the above or has another one."""
+    counts: dict[str, int] = {}
+    for path, value in found:
+        if isinstance(value, KeyedJaggedTensor):
+            if is_shared(path):
                 raise BatchError(
-                    f"batch{path} is a {type(value).__name__}; it may hold tensors, (Keyed)JaggedTensors, constants"
+                    f"batch{path} is a KeyedJaggedTensor, whose ids belong to samples: it cannot be shared"
                 )
-        if len(set(samples.values())) != 1:
-            found = ", ".join(f"batch{path} {n}" for path, n in samples.items())
-            raise BatchError(f"the parts of a batch differ in their number of samples: {found or 'no tensor'}")
-        if missing := [key for key, features in self.reads.items() if any(f not in sparse for f in features)]:
-            raise BatchError(f"no KeyedJaggedTensor of the batch has the key '{missing[0]}', which a table reads")
-        count = next(iter(samples.values()))
-        return Batch(sparse, torch.arange(first_id, first_id + count), extra)
-
-    def from_batch(self, part: Batch) -> Any:
-        """The samples of ``part`` in a batch of the user's type."""
-        extra: Mapping[str, Any] = part.extra
-
-        def leaf(path: str, value: Any) -> Any:
-            if _is_keyed(value):
-                keys = list(value.keys())
-                weighted = f"{path}:{keys[0]}:weights" in extra
-                return keyed_jagged_tensor(
-                    {key: extra[f"{path}:{key}"] for key in keys},
-                    {key: extra[f"{path}:{key}:weights"] for key in keys} if weighted else None,
-                )
-            if isinstance(value, Tensor):
-                return extra[path]
-            if _is_jagged(value):
-                return type(value)(values=extra[path].values(), lengths=extra[path].lengths())
-            return value
-
-        return _rebuilt(self.example, leaf)
-
-    def batches(self, source: Iterator[Any]) -> Iterator[Batch]:
-        """Convert each batch of ``source``; samples are numbered from 0 across all of them."""
-        first_id = 0
-        for batch in source:
-            converted = self.to_batch(batch, first_id)
-            first_id += len(converted)
-            yield converted
+            counts[path] = _stride(path, value)
+        elif isinstance(value, JaggedTensor):
+            counts[path] = len(value.lengths())
+        elif isinstance(value, KeyedTensor):
+            counts[path] = len(value.values())
+        elif isinstance(value, Tensor):
+            if value.layout != torch.strided or value.is_nested:
+                raise BatchError(f"batch{path} is a {value.layout} tensor; a batch holds dense tensors")
+            if value.dim() and not is_shared(path):
+                counts[path] = len(value)
+        elif not isinstance(value, (*_CONSTANTS, list, tuple)) and not hasattr(type(value), "__members__"):
+            raise BatchError(
+                f"batch{path} is a {type(value).__name__}; a batch is a dataclass, tuple or mapping of tensors, "
+                "(Keyed)JaggedTensors and constants: state how to cut other types with own_types="
+            )
+    if not counts:
+        raise BatchError("the batch holds no tensor, so the number of its samples is unknown")
+    keyed = [n for path, n in counts.items() if any(p == path and isinstance(v, KeyedJaggedTensor) for p, v in found)]
+    samples = keyed[0] if keyed else next(iter(counts.values()))
+    for path, count in counts.items():
+        if count != samples:
+            raise BatchError(
+                f"batch{path} has {count} rows, but the batch has {samples} samples: if every micro-batch needs it "
+                f"whole, pass shared=('{path.lstrip('.')}',)"
+            )
+    return samples
 
 
-def _features(path: str, keyed: Any) -> Iterator[tuple[str, Jagged, Jagged | None]]:
+def _stride(path: str, keyed: Any) -> int:
+    inverse = keyed.inverse_indices_or_none()
+    if inverse is not None:
+        return inverse[1].shape[1]
     if keyed.variable_stride_per_key():
-        raise BatchError(f"batch{path} has a different number of samples per key (variable batch); give it one stride")
-    for key, jagged in keyed.to_dict().items():
-        lengths = jagged.lengths().long()
-        weights = jagged.weights_or_none()
-        yield key, Jagged(jagged.values().long(), lengths), None if weights is None else Jagged(weights, lengths)
+        raise BatchError(
+            f"batch{path} has a different number of samples per key (variable batch) and no inverse_indices that say "
+            "which sample has which: give it one stride, or inverse_indices"
+        )
+    return keyed.stride()
 
 
-def _is_keyed(value: Any) -> bool:
-    return hasattr(value, "stride") and hasattr(value, "to_dict") and not isinstance(value, Tensor)
+def _cut_keyed(path: str, keyed: Any, extra: dict[str, Jagged | Tensor]) -> _Keyed:
+    keys = tuple(keyed.keys())
+    if len(set(keys)) < len(keys):
+        raise BatchError(f"batch{path} has a key twice: {', '.join(keys)}")
+    weights = keyed.weights_or_none()
+    inverse = keyed.inverse_indices_or_none()
+    strides = keyed.stride_per_key() if keyed.variable_stride_per_key() else [keyed.stride()] * len(keys)
+    values, lengths = keyed.values().clone(), keyed.lengths().long().split(strides)
+    counts = torch.stack([part.sum() for part in lengths]).tolist() if keys else []
+    if sum(counts) != len(values):
+        raise BatchError(f"batch{path} has {len(values)} values, but its lengths sum to {sum(counts)}")
+    order = {} if inverse is None else dict(zip(inverse[0], inverse[1].long(), strict=True))
+    for what, flat in (("", values), (":weights", weights)):
+        if flat is None:
+            continue
+        for key, piece, length in zip(keys, flat.split(counts), lengths, strict=True):
+            jagged = Jagged(piece, length)
+            extra[f"{path}:{key}{what}"] = jagged.select(order[key]) if key in order else jagged
+    return _Keyed(keys, keyed.lengths().dtype, values.dtype, weights is not None)
 
 
-def _is_jagged(value: Any) -> bool:
-    return not isinstance(value, Tensor) and all(hasattr(value, name) for name in ("values", "lengths", "offsets"))
+def _keyed(path: str, leaf: _Keyed, part: Batch) -> HandedOut:
+    pieces: list[Any] = [part.extra[f"{path}:{key}"] for key in leaf.keys]
+    weights: list[Any] = [part.extra[f"{path}:{key}:weights"] for key in leaf.keys] if leaf.weighted else []
+    if not pieces:
+        empty = torch.empty(0, dtype=leaf.values_dtype)
+        keyed = KeyedJaggedTensor(keys=[], values=empty, lengths=torch.empty(0, dtype=leaf.lengths_dtype))
+        return HandedOut(keyed, path, empty, keyed.lengths())
+    values = torch.cat([piece.flat for piece in pieces])
+    lengths = torch.cat([piece.counts for piece in pieces]).to(leaf.lengths_dtype)
+    keyed = KeyedJaggedTensor(
+        keys=list(leaf.keys),
+        values=values,
+        lengths=lengths,
+        weights=torch.cat([piece.flat for piece in weights]) if weights else None,
+        stride=len(part),
+    )
+    return HandedOut(keyed, path, values.clone(), lengths.clone())
 
 
-def _children(value: Any) -> Mapping[str, Any] | None:
-    """The parts of a structure, keyed by the text that accesses them; None for a leaf."""
-    if _is_keyed(value) or _is_jagged(value) or isinstance(value, Tensor):
-        return None
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f".{field.name}": getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-    if isinstance(value, Mapping):
-        return {f"[{key!r}]": part for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        return {f"[{n}]": part for n, part in enumerate(value)}
-    return None
+def _jagged_maker(path: str, dtype: torch.dtype, weighted: bool) -> Callable[[Batch], Any]:
+    def make(part: Batch) -> Any:
+        extra: Mapping[str, Any] = part.extra
+        weights = extra[f"{path}:weights"].flat if weighted else None
+        return JaggedTensor(values=extra[path].flat, lengths=extra[path].counts.to(dtype), weights=weights)
+
+    return make
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    children = _children(value)
-    if children is None:
-        yield path, value
-    else:
-        for step, part in children.items():
-            yield from _leaves(part, path + step)
+def sources(part: Batch) -> dict[Source, Jagged]:
+    """All ids in ``part`` that a collection might be asked for."""
+    extra: Mapping[str, Any] = part.extra
+    return {source: _ids(extra[source.place]) for source in _sources(part.form.leaves, extra)}
 
 
-def _rebuilt(value: Any, leaf: Callable[[str, Any], Any], path: str = "") -> Any:
-    children = _children(value)
-    if children is None:
-        return leaf(path, value)
-    parts = [_rebuilt(part, leaf, path + step) for step, part in children.items()]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **dict(zip(names, parts, strict=True)))
-    if isinstance(value, Mapping):
-        return dict(zip(value, parts, strict=True))
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+def _sources(leaves: Mapping[str, Any], extra: Mapping[str, Any]) -> Iterator[Source]:
+    for path, leaf in leaves.items():
+        if isinstance(leaf, _Keyed):
+            yield from (Source(path, key) for key in leaf.keys)
+        elif path in extra and _holds_ids(extra[path]):
+            yield Source(path)
+
+
+def _holds_ids(leaf: Jagged | Tensor) -> bool:
+    if isinstance(leaf, Jagged):
+        return _is_integer(leaf.flat) and leaf.flat.dim() == 1
+    return _is_integer(leaf) and leaf.dim() in (1, 2)
+
+
+def _ids(leaf: Jagged | Tensor) -> Jagged:
+    """A leaf as ids: a tensor [samples] has one for each sample, a tensor [samples, n] has n."""
+    if isinstance(leaf, Jagged):
+        return leaf
+    return Jagged(leaf.flatten(), torch.full((len(leaf),), leaf[0].numel() if len(leaf) else 0, dtype=torch.int64))
+
+
+def _is_integer(values: Tensor) -> bool:
+    return not values.is_floating_point() and not values.is_complex() and values.dtype != torch.bool
+
+
+def feature_name(table: str, source: Source) -> str:
+    return f"{table}/{source.place}"

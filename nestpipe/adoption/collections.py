@@ -1,19 +1,14 @@
-"""Drop-in replacements for torchrec's embedding collections in a model that the engine runs, and their tables.
-
-A key that several tables read becomes several features of the engine, one per table, named ``table/key``.
-"""
+"""A model's embedding collections: which it has, whether they can be adopted, and what their tables are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nestpipe.data.tables import TableConfig
-from nestpipe.embedding.pooling import pool
 from nestpipe.machine.versions import require_torchrec
 from nestpipe.trainer import SparseOptimizer
 
@@ -24,57 +19,105 @@ from torchrec.modules.embedding_modules import (  # noqa: E402
     EmbeddingCollection,
     get_embedding_names_by_table,
 )
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor  # noqa: E402
 
+KINDS = (EmbeddingBagCollection, EmbeddingCollection)
 
-class HandedRows(nn.Module):
-    """The rows that the engine hands out for a micro-batch, by feature.
-
-    ``closed`` is True between micro-batches: a call of the model then raises RuntimeError that says what to do.
-    """
-
-    def __init__(self, source: nn.Module) -> None:
-        super().__init__()
-        self.source = source
-        self.closed = False
-
-    def forward(self) -> Mapping[str, Any]:
-        if self.closed:
-            raise RuntimeError(
-                "this model is trained by a NestPipeline, which has its embedding rows: call pipeline.progress, or "
-                "pipeline.export() for a model to evaluate or save"
-            )
-        return self.source({})
+#: Modules that own tables and cannot be adopted: a part of the class's name, and what to do.
+_REFUSED = {
+    "ManagedCollision": "map the ids in the data loader (or in preprocess=) and use the plain collection inside it",
+    "ITEP": "use the plain collection inside it",
+    "Fused": "pass the model before fuse_embedding_optimizer, and the optimizer as sparse_optimizer=",
+    "Quant": "pass the model before it is quantised; quantise what export() returns",
+    "Sharded": "pass the model before it is sharded",
+    "DistributedModelParallel": "pass the model before it is sharded",
+    "DMPCollection": "pass the model before it is sharded",
+    "SplitTableBatchedEmbeddingBags": "use torchrec's EmbeddingBagCollection",
+    "SSDTableBatchedEmbeddingBags": "use torchrec's EmbeddingBagCollection",
+    "PECEmbedding": "use the plain collection",
+}
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """One output of a collection: the engine's ``feature``, the KeyedJaggedTensor's ``key``, the output's ``name``."""
+class Slot:
+    """One output of a collection: its ``table``, the KeyedJaggedTensor's ``key``, the output's ``name``."""
 
-    feature: str
+    table: str
     key: str
     name: str
     pooling: str
 
 
-def find_collections(model: nn.Module) -> dict[str, nn.Module]:
-    """The embedding collections of ``model`` by path."""
-    kinds = (EmbeddingBagCollection, EmbeddingCollection)
-    return {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
+def find_collections(model: nn.Module) -> dict[str, Any]:
+    """The embedding collections of ``model``, each once, by its first path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, KINDS)}
 
 
-def table_configs(collections: Mapping[str, nn.Module]) -> tuple[TableConfig, ...]:
-    """All tables. Raises ValueError for unequal dims, rows other than float32, equal names."""
+def require_adoptable(model: nn.Module) -> None:
+    """Raises ValueError, naming module and remedy, if a table would stay in the model or train otherwise than meant."""
+    for path, module in model.named_modules():
+        where = f"{path or 'the model'} ({type(module).__name__})"
+        if hasattr(module, "adopted"):
+            raise ValueError(f"{where} is trained by another NestPipeline: call its detach() first")
+        if isinstance(module, KINDS):
+            if type(module).forward not in (EmbeddingBagCollection.forward, EmbeddingCollection.forward):
+                raise ValueError(f"{where} has a forward of its own, which NestPipe cannot replace: wrap a collection")
+            continue
+        for cls in type(module).__mro__:
+            origin = cls.__module__.partition(".")[0]
+            for part, remedy in _REFUSED.items() if origin in ("torchrec", "fbgemm_gpu") else ():
+                quantised = part == "Quant" and cls.__module__.startswith("torchrec.quant.")
+                if part in cls.__name__ or quantised:
+                    raise ValueError(f"{where} has tables that NestPipe cannot train: {remedy}")
+    collections = find_collections(model)
+    if not collections:
+        raise ValueError("the model holds no EmbeddingBagCollection or EmbeddingCollection")
+    _require_untied(model, collections)
+
+
+def _require_untied(model: nn.Module, collections: Mapping[str, Any]) -> None:
+    tables = {id(table): name for c in collections.values() for name, table in tables_of(c).items()}
+    homes = {id(tables_of(collection)) for collection in collections.values()}
+    weights = {id(t.weight): name for c in collections.values() for name, t in tables_of(c).items()}
+    stores = {
+        t.weight.untyped_storage().data_ptr(): name
+        for c in collections.values()
+        for name, t in tables_of(c).items()
+        if not t.weight.is_meta
+    }
+    if len(weights) < len(tables):
+        raise ValueError("two tables of the model share one weight; NestPipe trains each table for itself: untie them")
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) in homes or id(module) in tables:
+            continue
+        for name, part in module.named_children():
+            if id(part) in tables:
+                raise ValueError(f"{path}.{name} is table '{tables[id(part)]}' outside its collection: untie them")
+        for name, parameter in module.named_parameters(recurse=False):
+            tied = weights.get(id(parameter))
+            if tied is None and not parameter.is_meta and parameter.numel():
+                tied = stores.get(parameter.untyped_storage().data_ptr())
+            if tied is not None:
+                raise ValueError(
+                    f"{path or 'the model'}.{name} is the weight of table '{tied}': a table that the dense part uses "
+                    "as a whole (such as a tied softmax) cannot be sharded; give the dense part a weight of its own"
+                )
+
+
+def table_configs(collections: Mapping[str, Any]) -> tuple[TableConfig, ...]:
+    """All tables, without features, since batches name them. A table that needs no gradient is frozen.
+
+    Raises ValueError for unequal dims, rows other than float32, equal names.
+    """
     tables: list[TableConfig] = []
     for path, collection in collections.items():
-        for config in _configs(collection):
+        for config in configs_of(collection):
             if config.data_type.name != "FP32":
                 raise ValueError(f"table '{config.name}' of {path} is {config.data_type.name}; the engine needs FP32")
             if config.name in (table.name for table in tables):
                 raise ValueError(f"two collections have a table '{config.name}'; give it another name in {path}")
-            features = tuple(f"{config.name}/{key}" for key in config.feature_names)
             scale = config.num_embeddings**-0.5  # torchrec's default range
-            tables.append(TableConfig(config.name, config.num_embeddings, config.embedding_dim, features, scale))
+            frozen = not tables_of(collection)[config.name].weight.requires_grad
+            tables.append(TableConfig(config.name, config.num_embeddings, config.embedding_dim, (), scale, frozen))
     if len({table.dim for table in tables}) > 1:
         dims = ", ".join(f"{table.name} {table.dim}" for table in tables)
         raise ValueError(
@@ -82,15 +125,6 @@ def table_configs(collections: Mapping[str, nn.Module]) -> tuple[TableConfig, ..
             "embedding_dim, and narrow the output with a Linear if the model needs it"
         )
     return tuple(tables)
-
-
-def read_keys(collections: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    """The engine's features for each key that a table reads."""
-    reads: dict[str, list[str]] = {}
-    for collection in collections.values():
-        for slot in _slots(collection):
-            reads.setdefault(slot.key, []).append(slot.feature)
-    return reads
 
 
 def whole_tables(collections: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -103,18 +137,31 @@ def whole_tables(collections: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def tables_of(collection: Any) -> Any:
     """A ModuleDict by table; each module has a ``weight`` [rows, dim]."""
-    return collection.embedding_bags if hasattr(collection, "embedding_bags") else collection.embeddings
+    return collection._modules[tables_name(collection)]
 
 
-def stated_optimizer(collections: Mapping[str, nn.Module]) -> SparseOptimizer:
+def tables_name(collection: Any) -> str:
+    return "embedding_bags" if isinstance(collection, EmbeddingBagCollection) else "embeddings"
+
+
+def configs_of(collection: Any) -> list[Any]:
+    bags = isinstance(collection, EmbeddingBagCollection)
+    return list(collection.embedding_bag_configs() if bags else collection.embedding_configs())
+
+
+def slots_of(collection: Any) -> tuple[Slot, ...]:
+    """The collection's outputs, in torchrec's order."""
+    configs = configs_of(collection)
+    return tuple(
+        Slot(config.name, key, name, config.pooling.name.lower() if hasattr(config, "pooling") else "")
+        for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
+        for key, name in zip(config.feature_names, names, strict=True)
+    )
+
+
+def stated_optimizer(collections: Mapping[str, Any]) -> SparseOptimizer:
     """The rule that ``apply_optimizer_in_backward`` set. Raises ValueError for none, several, or an unknown one."""
-    stated = set()
-    for collection in collections.values():
-        for parameter in collection.parameters():
-            classes = getattr(parameter, "_optimizer_classes", [])
-            options = getattr(parameter, "_optimizer_kwargs", [{}])
-            names = tuple(c.__name__ for c in classes)
-            stated.add((names, *(tuple(sorted(o.items())) for o in options)))
+    stated = set(_stated(collections))
     if len(stated) != 1 or len(next(iter(stated))[0]) != 1:
         raise ValueError(
             "pass sparse_optimizer=SparseOptimizer(...), or use one apply_optimizer_in_backward for all tables"
@@ -130,84 +177,11 @@ def stated_optimizer(collections: Mapping[str, nn.Module]) -> SparseOptimizer:
     return SparseOptimizer(rules[name], **{**defaults, **known})
 
 
-def drop_in(path: str, collection: nn.Module, rows: HandedRows) -> nn.Module:
-    """The replacement for ``collection``."""
-    return BagDropIn(collection, rows) if hasattr(collection, "embedding_bags") else SequenceDropIn(collection, rows)
-
-
-class _DropIn(nn.Module):
-    def __init__(self, collection: Any, rows: HandedRows) -> None:
-        super().__init__()
-        self._slots = _slots(collection)
-        self._configs = _configs(collection)
-        self._rows = rows
-
-    def _arrived(self, features: Any) -> list[tuple[_Slot, Any, Any]]:
-        """For each output: its slot, the rows handed out, and the keys that the model looks up."""
-        handed, asked = self._rows(), features.to_dict()
-        found = [(slot, handed[slot.feature], asked[slot.key]) for slot in self._slots]
-        for slot, jagged, keys in found:
-            if len(jagged.values()) != len(keys.values()):
-                raise ValueError(
-                    f"the model changes the keys of '{slot.key}' before its embedding collection, but rows were "
-                    "fetched for the batch's keys: change them in the data loader"
-                )
-        return found
-
-
-class BagDropIn(_DropIn):
-    """Replaces an EmbeddingBagCollection: KeyedJaggedTensor -> pooled KeyedTensor."""
-
-    def __init__(self, collection: Any, rows: HandedRows) -> None:
-        super().__init__(collection, rows)
-        self._is_weighted = collection.is_weighted()
-
-    def embedding_bag_configs(self) -> Sequence[Any]:
-        return self._configs
-
-    def is_weighted(self) -> bool:
-        return self._is_weighted
-
-    def forward(self, features: Any) -> Any:
-        arrived = self._arrived(features)
-        if self._is_weighted and features.weights_or_none() is None:
-            keys = ", ".join(slot.key for slot in self._slots)
-            raise ValueError(
-                f"the embedding bags of {keys} are weighted, but the batch's KeyedJaggedTensor has no weights"
-            )
-        pooled = [
-            pool(rows.values(), rows.lengths(), slot.pooling, asked.weights() if self._is_weighted else None)
-            for slot, rows, asked in arrived
-        ]
-        return KeyedTensor(
-            keys=[slot.name for slot in self._slots],
-            length_per_key=[value.shape[1] for value in pooled],
-            values=torch.cat(pooled, dim=1),
-        )
-
-
-class SequenceDropIn(_DropIn):
-    """Replaces an EmbeddingCollection: KeyedJaggedTensor -> JaggedTensors of rows by name."""
-
-    def embedding_configs(self) -> Sequence[Any]:
-        return self._configs
-
-    def forward(self, features: Any) -> dict[str, Any]:
-        return {
-            slot.name: JaggedTensor(values=rows.values(), lengths=asked.lengths(), weights=asked.weights_or_none())
-            for slot, rows, asked in self._arrived(features)
-        }
-
-
-def _configs(collection: Any) -> list[Any]:
-    bags = hasattr(collection, "embedding_bag_configs")
-    return list(collection.embedding_bag_configs() if bags else collection.embedding_configs())
-
-
-def _slots(collection: Any) -> list[_Slot]:
-    configs = _configs(collection)
-    return [
-        _Slot(f"{config.name}/{key}", key, name, config.pooling.name.lower() if hasattr(config, "pooling") else "sum")
-        for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
-        for key, name in zip(config.feature_names, names, strict=True)
-    ]
+def _stated(collections: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    for collection in collections.values():
+        for parameter in collection.parameters():
+            if not parameter.requires_grad:
+                continue
+            classes = getattr(parameter, "_optimizer_classes", [])
+            options = getattr(parameter, "_optimizer_kwargs", [{}])
+            yield (tuple(c.__name__ for c in classes), *(tuple(sorted(o.items())) for o in options))

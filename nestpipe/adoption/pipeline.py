@@ -5,102 +5,76 @@
 
 ``model`` is unsharded and has any number of torchrec's ``EmbeddingBagCollection`` and ``EmbeddingCollection`` modules,
 anywhere. It maps a batch to a loss, or to (loss, anything), as TorchRec's pipelines expect. In a frozen window its
-loss must be separable by sample; ``nestpipe.adoption.separable`` checks that before the first step. Dropout works, but
-it draws other random numbers than for a whole batch. No check finds a model that keeps state between batches in plain
-attributes.
+loss must be separable by sample; ``nestpipe.adoption.separable`` checks that. Dropout works, but it draws other random
+numbers than for a whole batch.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nestpipe.adoption.batches import ForeignBatches
+from nestpipe.adoption.adopted import AdoptedModel, adopt_collections, copied, discover, release
+from nestpipe.adoption.batches import BatchFormat, Reads
 from nestpipe.adoption.collections import (
-    HandedRows,
-    drop_in,
     find_collections,
-    read_keys,
+    require_adoptable,
     stated_optimizer,
     table_configs,
     tables_of,
     whole_tables,
 )
-from nestpipe.adoption.separable import require_no_batch_statistics, require_separable_loss
-from nestpipe.clustering.clustering import clustered
-from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.tables import TableConfig
+from nestpipe.adoption.lookups import Lookups, adopted_collections, tables_read_by
+from nestpipe.adoption.losses import AVERAGES, REDUCTIONS, Losses
+from nestpipe.adoption.outputs import in_order, merged
+from nestpipe.adoption.separable import require_no_batch_statistics
+from nestpipe.adoption.structures import OwnTypes
+from nestpipe.clustering import clustering
+from nestpipe.data.batch import Batch
 from nestpipe.engine.engine import Engine
 from nestpipe.methods import find_method
 from nestpipe.ranks.agreement import outcomes
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult, Trainer
 
-REDUCTIONS = ("mean", "sum", "none")
+#: How many batches of fewer than two samples are passed over before the check of separability gives up.
+_PEEKS = 8
 
 
-@dataclass(frozen=True)
-class _Losses:
-    """Turns a model's output into the sum of its loss over samples."""
+class NamedParameters(list[nn.Parameter]):
+    """The parameters that a dense optimizer gets. ``named``: the same by their names in the model."""
 
-    reduction: str
-
-    def total(self, output: Any, samples: int) -> Tensor:
-        """The sum of the loss over ``samples`` samples. Raises ValueError if ``output`` has no such loss."""
-        loss = output[0] if isinstance(output, tuple | list) and len(output) else output
-        if not isinstance(loss, Tensor):
-            raise ValueError(
-                f"the model must return its loss, or (loss, anything); it returned {type(output).__name__}"
-            )
-        if self.reduction == "mean" and loss.numel() != 1:
-            raise ValueError(f"the model returned {loss.numel()} losses, but reduction='mean' takes one: pass 'none'")
-        return (loss * samples).reshape(()) if self.reduction == "mean" else loss.sum()
-
-
-class AdoptedModel(nn.Module):
-    """A user's model as the engine runs it: ``Batch`` in, the sum of its losses out.
-
-    Its embedding collections are replaced in place by drop-ins that pool the rows that the engine hands out.
-    """
-
-    def __init__(self, model: nn.Module, embeddings: nn.Module, batches: ForeignBatches, losses: _Losses) -> None:
-        super().__init__()
-        self.model = model
-        self._batches = batches
-        self._losses = losses
-        self.outputs: list[Any] = []
-        self._rows = HandedRows(embeddings)
-        for path, collection in find_collections(model).items():
-            _replace(self, f"model.{path}" if path else "model", drop_in(path, collection, self._rows))
-
-    def forward(self, part: Batch) -> Tensor:
-        self._rows.closed = False
-        try:
-            output = self.model(self._batches.from_batch(part))
-        finally:
-            self._rows.closed = True
-        if isinstance(output, tuple | list) and len(output) > 1:
-            self.outputs.append(_detached(output[1]))
-        return self._losses.total(output, len(part))
+    def __init__(self, named: dict[str, nn.Parameter]) -> None:
+        super().__init__(named.values())
+        self.named = named
 
 
 class NestPipeline:
     """Trains ``model`` with a NestPipe method. It has the interface of TorchRec's train pipelines.
 
     ``dense_optimizer``: function from a list of parameters to a torch optimizer, for everything outside the tables.
-    ``sparse_optimizer``: None uses the one that ``apply_optimizer_in_backward`` set on the tables. ``method``: any
-    method of ``nestpipe methods`` that the engine runs. ``reduction``: whether the loss is the mean over samples,
-    their sum, or one value per sample (``none``). ``clustering``: see ``nestpipe.clustering``. ``check``: check on the
-    first batch that the loss is separable by sample.
+    The list's ``named`` has them by name. ``sparse_optimizer``: None uses the one that ``apply_optimizer_in_backward``
+    set on the tables. ``method``: any method of ``nestpipe methods`` that the engine runs. ``clustering``: see
+    ``nestpipe.clustering``. ``check``: check that the loss is separable by sample.
+
+    ``reduction``: what the loss is. ``mean``: the mean over the samples that the model is given; every sample of the
+    global batch then has the same weight. With ``average="ranks"`` it is the mean of the ranks' means, as in
+    DistributedDataParallel, which differs if ranks have different numbers of samples. ``sum``: their sum; what is
+    trained is the mean over ranks of these sums, as in DistributedDataParallel. ``none``: one loss per sample, of
+    which the mean is trained. A model that returns ``Summed(total, count)`` says itself what to divide by.
+
+    ``preprocess``: applied to each batch on the thread that reads the data, for hashing ids and the like. ``shared``:
+    fields whose tensors have no row per sample, so that every micro-batch gets them whole. ``own_types``: by type of
+    a batch or of a part of it, (take apart into a dict or tuple, put together from such).
 
     Tables start from the collections' weights. If those are on the meta device, rows are drawn from torchrec's default
-    range as a function of (seed, table, row). The first ``progress`` is collective and builds the engine.
-    Raises NotSeparable or BatchError. Raises ValueError for a model that cannot be adopted: it has tables of unequal
-    dims (give all of them the largest), rows that are not float32, or no collection at all.
+    range as a function of (seed, table, row). Dense weights and buffers start as those of rank 0. The first
+    ``progress`` is collective and builds the engine. Raises NotSeparable or BatchError. Raises ValueError for a model
+    that cannot be adopted, see ``nestpipe.adoption.collections``.
     """
 
     def __init__(
@@ -114,6 +88,10 @@ class NestPipeline:
         clustering: bool = False,
         seed: int = 0,
         check: bool = True,
+        preprocess: Callable[[Any], Any] | None = None,
+        shared: Sequence[str] = (),
+        own_types: OwnTypes | None = None,
+        average: str = "samples",
     ) -> None:
         if micro_batches < 1:
             raise ValueError(f"micro_batches is {micro_batches}; it must be at least 1")
@@ -122,51 +100,87 @@ class NestPipeline:
                 f"dense_optimizer is a {type(dense_optimizer).__name__}; it must be a function from parameters to an "
                 "optimizer, such as lambda p: torch.optim.AdamW(p)"
             )
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction '{reduction}' is not one of {', '.join(REDUCTIONS)}")
+        for name, value, known in (("reduction", reduction, REDUCTIONS), ("average", average, AVERAGES)):
+            if value not in known:
+                raise ValueError(f"{name} '{value}' is not one of {', '.join(known)}")
+        require_adoptable(model)
         collections = find_collections(model)
-        if not collections:
-            raise ValueError("the model holds no EmbeddingBagCollection or EmbeddingCollection; is it sharded already?")
         self._tables = table_configs(collections)
-        self._reads = read_keys(collections)
         self._sparse = sparse_optimizer or stated_optimizer(collections)
         self._method = find_method(method)
+        if self._method.observed:
+            raise ValueError(f"method '{self._method.name}' is not run by the engine, so it cannot adopt a model")
         self._micro_batches = self._method.micro_batches_of(micro_batches)
         if self._micro_batches > 1:
             require_no_batch_statistics(model)
         self._model = model
-        self._dense = dense_optimizer
-        self._losses = _Losses(reduction)
+        self._losses = Losses(reduction, average)
+        self._form = BatchFormat(own_types, (shared,) if isinstance(shared, str) else shared)
+        self._preprocess = preprocess
         self._clustering = clustering
         self._seed = seed
         self._check = check and self._micro_batches > 1
-        self._source: Iterator[Any] | None = None
-        self._batches: Iterator[Batch] = iter(())
-        self._trainer: Trainer | None = None
+        self._stream: _Stream | None = None
+        self._reads: Reads = tables_read_by(collections)
+        self._lookups = Lookups()
+        self._trainer: Engine | None = None
         self._adopted: AdoptedModel | None = None
-        self._skeleton: nn.Module = nn.Module()
+        self._ended = ""
+        self.optimizer: Any = _dense_optimizer(model, collections, dense_optimizer)
+        """The dense optimizer; None if the model has no weights outside its tables."""
 
     def progress(self, batches: Iterator[Any]) -> StepResult:
         """Train one step. Raises StopIteration once the data of all ranks has ended and every batch has been trained.
 
-        ``batches``: the same iterator at every step; a new iterator starts another pass over the data.
+        ``batches``: the same iterator at every step; a new iterator starts another pass over the data. Batches of the
+        old one that have been read are trained first. Another thread reads it, some batches ahead.
         """
+        self._require_ready(batches)
+        if self._stream is None or self._stream.source is not batches:
+            self._stream = _Stream(batches, self._preprocess, self._converted)
+        if self._trainer is None:
+            self._begin(self._stream)
+        assert self._adopted is not None
+        self._adopted.outputs.clear()
+        try:
+            return self.trainer.progress(self._stream)
+        except StopIteration:
+            self._stream = None
+            raise
+
+    def _require_ready(self, batches: Iterator[Any]) -> None:
+        if self._ended:
+            raise RuntimeError(f"this pipeline was ended by {self._ended}(): make a new NestPipeline to train on")
         if not isinstance(batches, Iterator):
             raise ValueError(
                 f"progress takes an iterator, the same one at every step, not a {type(batches).__name__}: "
                 "write batches = iter(loader) before the loop"
             )
-        if self._source is not batches:
-            self._source = batches
-            self._batches = self._converted(batches)
-        if self._adopted is not None:
-            self._adopted.outputs.clear()
-        return self.trainer.progress(self._batches)
+        if not self._model.training:
+            raise RuntimeError(
+                "the model is in eval mode, in which progress() does not train: call model.train() first, and evaluate "
+                "what pipeline.export() returns"
+            )
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "progress() trains, but gradients are switched off: leave torch.no_grad(), and evaluate what "
+                "pipeline.export() returns"
+            )
 
     @property
     def outputs(self) -> list[Any]:
-        """The second part of the model's outputs in the last step, detached: one per micro-batch that had samples."""
-        return self._adopted.outputs if self._adopted else []
+        """What the model returned beside its loss in the last step, detached, in the order of the batch.
+
+        A list with one piece for each micro-batch that had samples. See ``output`` for all in one.
+        """
+        found = self._adopted.outputs if self._adopted else []
+        return in_order([piece for _, piece in found], [numbers for numbers, _ in found])
+
+    @property
+    def output(self) -> Any:
+        """``outputs`` as one: tensors with a row per sample are concatenated; of anything else there is a list."""
+        found = self._adopted.outputs if self._adopted else []
+        return merged([piece for _, piece in found], [numbers for numbers, _ in found])
 
     @property
     def trainer(self) -> Trainer:
@@ -178,125 +192,154 @@ class NestPipeline:
     def export(self) -> nn.Module:
         """The model as it was passed in, with its own collections and everything trained so far, to evaluate or save.
 
-        Every rank gets a copy with whole tables, which must fit in memory. Collective; call it between steps.
+        Every rank gets a copy with whole tables, which must fit in memory. Locks and process groups are shared with
+        the model. Collective; call it between steps.
         """
-        trainer = self.trainer
-        assert self._adopted is not None
-        model = copy.deepcopy(self._skeleton)
-        for collection in find_collections(model).values():
-            for name, table in tables_of(collection).items():
-                table.weight = nn.Parameter(trainer.table(name).clone())
-        model.load_state_dict(self._adopted.model.state_dict(), strict=False)  # tables are not in it
-        return model
+        return copied(self._model, self._whole())
+
+    def detach(self) -> nn.Module:
+        """End training. Returns the model that was passed in, with its own collections and whole trained tables.
+
+        Collective. Raises RuntimeError after an error, since a step was then not finished.
+        """
+        if self._trainer is not None and not self._ended:
+            tables = self._whole()
+            self.close()
+            release(self._model, {name: table.clone() for name, table in tables.items()})
+        self._ended = "detach"
+        return self._model
 
     def close(self) -> None:
-        """End threads and process groups. Collective."""
-        if self._trainer is not None:
+        """End threads and process groups. Collective. The model keeps no tables; see ``detach``."""
+        if self._trainer is not None and not self._ended:
             self._trainer.close()
+        self._ended = self._ended or "close"
 
-    def detach(self) -> None:
-        """``close``, under the name that TorchRec's pipelines have for the end of training."""
-        self.close()
+    # ---- the first batch ----
 
-    def _converted(self, source: Iterator[Any]) -> Iterator[Batch]:
-        example = next(source, None)
-        if self._trainer is None:
-            error = self._first_error(example)
-            _raise_on_all_ranks(error)
-            self._build(ForeignBatches(self._reads, example))
-        if example is None:
-            return iter(())
-        foreign = ForeignBatches(self._reads, example)
-        batches = foreign.batches(_and_then(example, source))
-        return clustered(batches, self._tables, self._micro_batches) if self._clustering else batches
-
-    def _first_error(self, example: Any) -> Exception | None:
-        """The error that keeps this rank from training, found on its first batch, or None."""
-        if example is None:
-            return ValueError("the first iterator holds no batch, so the type of batches is unknown")
-        foreign = ForeignBatches(self._reads, example)
+    def _begin(self, stream: _Stream) -> None:
+        """Find out what the model does with its first batch, agree on it, and build the engine. Collective."""
+        collections = find_collections(self._model)
+        tables = {name: t.weight for c in collections.values() for name, t in tables_of(c).items()}
+        starts = whole_tables(collections)
+        require_adoptable(self._model)
+        adopt_collections(self._model, self._lookups)
+        error, found = None, None
         try:
-            first = foreign.to_batch(example, 0)
-            if self._check:
-                self._check_separable(foreign, first)
-        except Exception as error:  # raised by ``_raise_on_all_ranks``, so that no rank waits for this one
-            return error
-        return None
+            raw = stream.peek(2 if self._check else 1)
+            if raw is not None:
+                reads = replace(self._reads, tables={}, seen=set())
+                batch = self._form.to_batch(raw, 0, reads)
+                reads.seen.update(path for path in batch.form.leaves)
+                found = discover(
+                    self._model, tables, self._lookups, self._form, self._losses, batch, reads, self._check
+                )
+        except Exception as failed:  # raised below, so that no rank waits for this one
+            error = failed
+        try:
+            results, failure = outcomes(None if error is None else str(error), found)
+            if error is not None:
+                raise error
+            if failure:
+                raise ValueError(f"rank {failure.rank}: {failure.why}")
+            known = [result for result in results if result is not None]
+            if not known:
+                self._stream = None
+                raise StopIteration
+            if len({result.summed for result in known}) > 1:
+                raise ValueError("the model returns Summed on some ranks and another loss on others; return one kind")
+            for result in known:  # a rank without data learns from the others, and all know the same
+                for source, names in result.reads.tables.items():
+                    for name in names:
+                        self._reads.add(name, source)
+                self._reads.seen |= result.reads.seen
+            self._build(known[0].summed, starts)
+        except BaseException:
+            release(self._model)
+            raise
 
-    def _build(self, foreign: ForeignBatches) -> None:
-        tables = whole_tables(find_collections(self._model))  # before the drop-ins replace them
-        self._skeleton = _copy_without_tables(self._model, "meta")
-
+    def _build(self, summed: bool, starts: dict[str, Tensor]) -> None:
         def build(embeddings: nn.Module) -> nn.Module:
-            self._adopted = AdoptedModel(self._model, embeddings, foreign, self._losses)
+            self._adopted = AdoptedModel(
+                self._model,
+                embeddings,
+                self._lookups,
+                self._form,
+                self._losses,
+                summed,
+                self._micro_batches,
+                self._check,
+            )
             return self._adopted
 
-        spec = ModelSpec(self._tables, build, summed=True)
-        trainer = self._method.build(spec, self._sparse, self._dense, self._seed, self._micro_batches)
-        if not isinstance(trainer, Engine):
-            raise ValueError(f"method '{self._method.name}' is not run by the engine, so it cannot adopt a model")
-        for name, values in tables.items():
+        spec = ModelSpec(self._tables, build, summed=True, divide_by=self._losses.divide_by(summed))
+        trainer = self._method.build(spec, self._sparse, lambda _: self.optimizer, self._seed, self._micro_batches)
+        assert isinstance(trainer, Engine)
+        for name, values in starts.items():
             trainer.load_table(name, values)
+        # The engine has the rows now. Only this reference to them is dropped: others may hold the tensors.
+        for collection in adopted_collections(self._model).values():
+            for table in collection.adopted.tables.values():
+                if not table.weight.is_meta:
+                    table.weight.data = table.weight.data.new_empty(0, table.weight.shape[1])
         self._trainer = trainer
 
-    def _check_separable(self, foreign: ForeignBatches, batch: Batch) -> None:
-        """Check with made-up rows: whether samples mix does not depend on the values of rows."""
-        adopted = AdoptedModel(_copy_without_tables(self._model), _MadeUpRows(self._tables), foreign, self._losses)
+    def _converted(self, batch: Any, first_id: int) -> Batch:
+        converted = self._form.to_batch(batch, first_id, self._reads)
+        if not self._clustering:
+            return converted
+        return clustering.cluster_batch(converted, self._tables, self._micro_batches)
 
-        def loss_sum(model: nn.Module, part: Batch) -> Tensor:
-            made_up = next(m for m in model.modules() if isinstance(m, _MadeUpRows))
-            made_up.part = part
-            return model(part).sum()
-
-        require_separable_loss(loss_sum, adopted, batch)
+    def _whole(self) -> dict[str, Tensor]:
+        return {table.name: self.trainer.table(table.name) for table in self._tables}
 
 
-class _MadeUpRows(nn.Module):
-    """Rows that are a function of the key, to check the model before there are tables."""
+class _Stream:
+    """A user's iterator as an iterator of Batch. ``peek`` keeps what it reads for later."""
 
-    def __init__(self, tables: tuple[TableConfig, ...]) -> None:
-        super().__init__()
-        self._tables = tables
-        self.part: Batch | None = None
-        self._values = torch.empty(1009, tables[0].dim).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
+    def __init__(
+        self, source: Iterator[Any], prepare: Callable[[Any], Any] | None, convert: Callable[[Any, int], Batch]
+    ) -> None:
+        self.source = source
+        self._prepare = prepare
+        self._convert = convert
+        self._kept: deque[Any] = deque()
+        self._samples = 0
 
-    def forward(self, sparse: Any) -> dict[str, Jagged]:
-        assert self.part is not None
-        return {
-            feature: Jagged(self._values[jagged.values() % len(self._values)], jagged.lengths())
-            for table in self._tables
-            for feature in table.features
-            for jagged in (self.part.sparse[feature],)
-        }
+    def __iter__(self) -> _Stream:
+        return self
 
+    def __next__(self) -> Batch:
+        batch = self._convert(self._kept.popleft() if self._kept else self._read(), self._samples)
+        self._samples += len(batch)
+        return batch
 
-def _raise_on_all_ranks(error: Exception | None) -> None:
-    """Raises this rank's ``error``, or ValueError with the error of the first rank that has one. Collective."""
-    _, failed = outcomes(None if error is None else str(error))
-    if error is not None:
-        raise error
-    if failed:
-        raise ValueError(f"rank {failed.rank}: {failed.why}")
+    def peek(self, samples: int) -> Any:
+        """The first of the next batches that has so many samples, or else the next one. None if there is no batch."""
+        while len(self._kept) < _PEEKS:
+            if self._kept and _size(self._kept[-1]) >= samples:
+                return self._kept[-1]
+            try:
+                self._kept.append(self._read())
+            except StopIteration:
+                break
+        return self._kept[0] if self._kept else None
 
-
-def _copy_without_tables(model: nn.Module, device: str | None = None) -> nn.Module:
-    """A copy of ``model`` that shares its tables or, if ``device`` is given, has tables without values on it."""
-    weights = [p for collection in find_collections(model).values() for p in collection.parameters()]
-    memo = {id(p): p if device is None else nn.Parameter(torch.empty_like(p, device=device)) for p in weights}
-    return copy.deepcopy(model, memo=memo)
-
-
-def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(root.get_submodule(parent), name, module)
+    def _read(self) -> Any:
+        batch = next(self.source)
+        return batch if self._prepare is None else self._prepare(batch)
 
 
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    return tuple(_detached(part) for part in value) if isinstance(value, tuple | list) else value
+def _size(batch: Any) -> int:
+    try:
+        return len(BatchFormat().to_batch(batch, 0, Reads({}, {})))
+    except ValueError:
+        return 2  # whatever is wrong with it is said when it is converted
 
 
-def _and_then(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
+def _dense_optimizer(model: nn.Module, collections: dict[str, Any], make: DenseOptimizer) -> Any:
+    tables = {id(p) for collection in collections.values() for p in collection.parameters()}
+    named = {name: p for name, p in model.named_parameters() if id(p) not in tables}
+    if meta := [name for name, p in named.items() if p.is_meta]:
+        raise ValueError(f"weight '{meta[0]}' is on the meta device: give all weights outside the tables their values")
+    return make(NamedParameters(named)) if named else None

@@ -194,6 +194,7 @@ def _all_reduce(state: _State, op: Op, rows: np.ndarray, touched: np.ndarray) ->
     total = state.slots["dense_gradient", 0]
     _check_sum(state, op, total.value, "dense gradients")
     total.value = (*total.value, (op.ref.batch, _REDUCED))
+    _fill(state, op, "loss_count", op.ref.batch)
 
 
 def _check_sum(state: _State, op: Op, got: tuple[Any, ...], what: str) -> None:

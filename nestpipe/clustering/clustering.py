@@ -60,12 +60,14 @@ def batch_pins(batch: Batch, tables: Sequence[TableConfig]) -> tuple[np.ndarray,
     """The batch's keys, int64, one number per (table, row), and their offsets, int64 [features, samples + 1]."""
     pieces, offsets, base, count = [], [], 0, 0
     for table in tables:
-        for feature in table.features:
+        for feature in batch.features_of(table):
             jagged = batch.sparse[feature]
             pieces.append(jagged.values().numpy() + base)
             offsets.append(jagged.offsets().numpy() + count)
             count += len(pieces[-1])
         base += table.rows
+    if not pieces:
+        return np.zeros(0, dtype=np.int64), np.zeros((0, len(batch) + 1), dtype=np.int64)
     return np.concatenate(pieces), np.stack(offsets)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestpipe.data.tables import TableConfig
+
 
 @dataclass(frozen=True)
 class Jagged:
@@ -63,7 +65,9 @@ class Batch:
     jagged side information (timestamps) or one tensor row per sample. ``sample_ids``: int64
     [samples], stable names of the samples, which seed everything drawn per sample. ``global_samples``:
     samples of the batch over all ranks, or None if the source does not know it. ``share``: the
-    fraction of the rank's batch that this (micro-)batch is; 1.0 for a whole batch.
+    fraction of the rank's batch that this (micro-)batch is; 1.0 for a whole batch. ``reads``: by table, its
+    features in this batch; None: those of ``TableConfig.features``. ``form``: what else the batch's source wants to
+    find in each of its parts; nothing here looks at it.
     """
 
     sparse: Mapping[str, Jagged]
@@ -71,10 +75,16 @@ class Batch:
     extra: Mapping[str, Jagged | Tensor]
     global_samples: int | None = None
     share: float = 1.0
+    reads: Mapping[str, tuple[str, ...]] | None = None
+    form: Any = None
 
     def __len__(self) -> int:
         """Samples on this rank."""
         return len(self.sample_ids)
+
+    def features_of(self, table: TableConfig) -> tuple[str, ...]:
+        """The features of this batch that read ``table``."""
+        return table.features if self.reads is None else self.reads.get(table.name, ())
 
     def narrow(self, start: int, stop: int) -> Batch:
         """Samples start..stop-1."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class TableConfig:
     """One embedding table: ``rows`` x ``dim`` float32; ``features`` are the keys of ``Batch.sparse`` that read it.
 
-    A row's initial value is uniform in (-scale, scale) and depends only on (seed, name, row).
+    A row's initial value is uniform in (-scale, scale) and depends only on (seed, name, row). A ``frozen``
+    table's rows are looked up and never changed.
     """
 
     name: str
@@ -17,3 +18,4 @@ class TableConfig:
     dim: int
     features: tuple[str, ...]
     scale: float
+    frozen: bool = False

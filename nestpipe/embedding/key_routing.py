@@ -84,7 +84,7 @@ def batch_keys(parts: Sequence[Batch], layout: ShardLayout) -> Tensor:
     pieces = []
     for m, part in enumerate(parts):
         for t, table in enumerate(layout.tables):
-            for feature in table.features:
+            for feature in part.features_of(table):
                 keys = part.sparse[feature].values()
                 if not len(keys):
                     continue
@@ -129,15 +129,17 @@ def route(
     exchange: Exchange,
     previous: RoutingPlan | None,
     agree: Agree = _no_agreement,
+    taken: int = 0,
 ) -> RoutingPlan:
     """The routing plan of a batch, whose micro-batches are ``parts``. Collective: exchanges sizes, then keys.
 
     ``ended``: this rank has no more data and ``parts`` are empty. It still takes part until no rank has any data.
     ``previous``: the plan of the previous batch, if buffers are to be synchronised with it. ``agree``: maps what the
-    group of ``exchange`` knows, (samples, whether its data has ended), to what all ranks know.
+    group of ``exchange`` knows, (samples, whether its data has ended), to what all ranks know. ``taken``: how many
+    iterators this rank has read from. Raises ValueError on all ranks if they differ in that.
     """
     wanted = _count(parts, layout)
-    asked, samples, group_ended = _exchange_counts(wanted, sum(map(len, parts)), ended, exchange)
+    asked, samples, group_ended = _exchange_counts(wanted, sum(map(len, parts)), ended, taken, exchange)
     global_samples, all_ended = agree(samples, group_ended)
     if all_ended:
         return RoutingPlan(ended=True)
@@ -175,15 +177,24 @@ def _count(parts: Sequence[Batch], layout: ShardLayout) -> _Wanted:
     return _Wanted(distinct, inverse, bounds, np.diff(bounds).reshape(len(parts), layout.world_size))
 
 
-def _exchange_counts(wanted: _Wanted, samples: int, ended: bool, exchange: Exchange) -> tuple[np.ndarray, int, bool]:
+def _exchange_counts(
+    wanted: _Wanted, samples: int, ended: bool, taken: int, exchange: Exchange
+) -> tuple[np.ndarray, int, bool]:
     """Keys that each rank asks this one for, int64 [ranks, micro-batches]; the group's samples; has its data ended?"""
     micros, world = wanted.counts.shape
-    facts = np.empty((world, micros + 2), dtype=np.int64)
+    facts = np.empty((world, micros + 3), dtype=np.int64)
     facts[:, :micros] = wanted.counts.T
     facts[:, micros] = samples
     facts[:, micros + 1] = ended
+    facts[:, micros + 2] = taken
     theirs = np.empty_like(facts)
     exchange.all_to_all(torch.from_numpy(theirs), torch.from_numpy(facts), [1] * world, [1] * world)
+    others = theirs[:, micros + 2]
+    if (others != taken).any():
+        raise ValueError(
+            f"ranks read different passes over the data (the number of iterators so far, by rank: {others.tolist()}): "
+            "pass a new iterator to progress() in the same call on every rank"
+        )
     return theirs[:, :micros], int(theirs[:, micros].sum()), bool(theirs[:, micros + 1].all())
 
 
@@ -205,8 +216,7 @@ def _micro_plans(
     """``positions`` int64 [asked.sum()]: for each row that a rank asks for, its position in the buffer."""
     micros, world = wanted.counts.shape
     chunks = positions.split(asked.flatten().tolist())  # [requester][micro-batch]
-    features = [feature for table in layout.tables for feature in table.features]
-    keys = [sum(part.sparse[feature].values().numel() for feature in features) for part in parts]
+    keys = [sum(part.sparse[f].values().numel() for t in layout.tables for f in part.features_of(t)) for part in parts]
     starts = wanted.bounds[: micros * world : world].tolist()  # each micro-batch's first key
     plans = []
     for m, inverse in enumerate(wanted.inverse.split(keys)):

@@ -20,17 +20,20 @@ class ReceivedEmbeddings(nn.Module):
 
     def __init__(self, tables: Sequence[TableConfig]):
         super().__init__()
-        self.features = [feature for table in tables for feature in table.features]
+        self._tables = tables
         self._jagged: dict[str, Jagged] = {}
 
     def set(self, received: Tensor, inverse: Tensor, part: Batch) -> None:
         """``received`` float32 [rows, dim]: a leaf that collects the gradient. ``inverse`` int64 [keys]: their rows."""
-        counts = [part.sparse[feature].values().numel() for feature in self.features]
+        features = [feature for table in self._tables for feature in part.features_of(table)]
+        counts = [part.sparse[feature].values().numel() for feature in features]
         # One gather for all features: its backward is then one scatter, not one per feature.
         rows = received.index_select(0, inverse).split(counts)
+        frozen = {f for table in self._tables if table.frozen for f in part.features_of(table)}
         self._jagged = {
-            feature: Jagged(values, part.sparse[feature].lengths())
-            for feature, values in zip(self.features, rows, strict=True)
+            # Rows of a frozen table get no gradient, and a zero gradient changes no row under any rule.
+            feature: Jagged(values.detach() if feature in frozen else values, part.sparse[feature].lengths())
+            for feature, values in zip(features, rows, strict=True)
         }
 
     def forward(self, sparse: Mapping[str, Any]) -> dict[str, Jagged]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,13 +17,17 @@ from nestpipe.embedding.sparse_optimizers import state_width
 from nestpipe.engine.dense_part import DensePart
 from nestpipe.engine.exchanges import open_exchanges
 from nestpipe.engine.lanes import LaneStopped, MakeLanes, OneAtATime
+from nestpipe.engine.source import Source
 from nestpipe.engine.stage_functions import StageFunctions
 from nestpipe.engine.thread_lanes import ThreadLanes
 from nestpipe.measurement.trace import Span
 from nestpipe.ranks.collectives import error_on_its_way
-from nestpipe.schedule.building import folded
+from nestpipe.schedule.building import counted, folded
 from nestpipe.schedule.operations import Ref, Schedule
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult
+
+#: How long ``close`` waits for what the lanes were given: a user's iterator may never return.
+_DRAIN_SECONDS = 30.0
 
 
 def make_lanes(overlap: bool) -> MakeLanes:
@@ -56,21 +61,32 @@ class Engine:
         memory: Memory = HOST,
     ):
         require_runnable(schedule)
+        if spec.divide_by == "count":
+            schedule = counted(schedule)
         self.name = schedule.name
         self._schedule = schedule
         self._exchanges = open_exchanges(replica_groups if schedule.replicated else 1)
         layout = shard_layout(spec.tables, self._exchanges.keys.world_size)
         width = state_width(sparse_optimizer, spec.tables[0].dim)
         self._table = host_table(layout, self._exchanges.keys.rank, seed, width)
-        self._dense = DensePart(spec, dense_optimizer, memory)
+        self._dense = DensePart(spec, dense_optimizer, memory, self._exchanges.allreduce)
+        self._source = Source()
         self._stages = StageFunctions(
-            schedule, sparse_optimizer, self._table, self._dense, self._exchanges, self._next_batch, memory
+            schedule,
+            sparse_optimizer,
+            self._table,
+            self._dense,
+            spec.divide_by,
+            self._exchanges,
+            self._source,
+            memory,
         )
-        self._batches: Iterator[Batch] = iter(())
         self._early_rows: Mapping[int, Mapping[str, Tensor]] = {}  # from a checkpoint, see ``state_dict``
         self._running = False
         self._step = 0
         self._first = 0
+        self._failure: str | None = None
+        self._reads_ahead = schedule.places["P"].offset
         self._late_write_back = any(op.ref.stage == "W" and op.ref.batch < 0 for op in schedule.ops)
         without_waiting = lanes_without_waiting(layout.world_size, self._exchanges.allreduce.world_size)
         self._lanes = lanes(folded(schedule, without_waiting), self._stages.execute)
@@ -82,21 +98,36 @@ class Engine:
         return self._step
 
     def progress(self, batches: Iterator[Batch]) -> StepResult:
-        self._batches = batches
-        try:
-            if not self._running:
-                self._begin()
-            self._lanes.run_step(self._step)
-            self._lanes.wait(Ref("O", self._step))
-            result = self._stages.take_result(self._step)
-            if result is None:  # the step was skipped, since the data of all ranks has ended
+        """See ``Trainer``. The iterator is read on another thread, some batches ahead.
+
+        A new iterator is read from this step on; batches of the old one that have been read are trained first.
+        After an error no step can follow: raises RuntimeError, which names the first error and the last whole step.
+        """
+        self._require_sound()
+        with self._noting_failures():
+            while True:
+                result = self._run_step(batches)
+                if result is not None:
+                    self._source.trained(self._step)
+                    self._step += 1
+                    return result
+                # The step was skipped, since the data of all ranks had ended when its batch was read.
                 self._lanes.drain()
                 self._running = False
-                raise StopIteration
-        except LaneStopped as stopped:
-            raise stopped.__cause__ or stopped from None
-        self._step += 1
-        return result
+                if self._source.is_from(self._step, batches):
+                    self._source.drop()
+                    raise StopIteration
+                self._source.begin_again()
+
+    def _run_step(self, batches: Iterator[Batch]) -> StepResult | None:
+        step, ahead = self._step, self._reads_ahead
+        if not self._running:
+            self._source.give(range(step, step + ahead + 1), batches)
+            self._begin()
+        self._source.give(range(step + ahead, step + ahead + 1), batches)
+        self._lanes.run_step(step)
+        self._lanes.wait(Ref("O", step))
+        return self._stages.take_result(step)
 
     def take_spans(self) -> list[Span]:
         return self._lanes.take_spans()
@@ -146,6 +177,7 @@ class Engine:
             raise ValueError(f"the state has {state['shards']} shards, but there are {shards} here")
         self._finish()
         self._running = False
+        self._source.drop()
         self._step = state["step"]
         self._early_rows = dict(state["in_flight"])
         self._table.rows.weight.copy_(state["weight"])
@@ -169,15 +201,34 @@ class Engine:
         return {**states[0], **head, "weight": rows.weight, "state": rows.state}
 
     def close(self) -> None:
+        if self._failure is None and self._running and not error_on_its_way():
+            # All ranks have been given the same steps: a peer may be inside a collective of one of them.
+            with contextlib.suppress(LaneStopped):
+                self._lanes.drain(_DRAIN_SECONDS)
         self._lanes.close()
         if not error_on_its_way():
             self._exchanges.close()
 
     # ---- running ----
 
-    def _next_batch(self) -> Batch | None:
-        """The batch that P reads next, from the iterator that ``progress`` was last given; None at its end."""
-        return next(self._batches, None)
+    @contextlib.contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        """Remember an error, or an interrupt, that leaves a step unfinished."""
+        try:
+            yield
+        except StopIteration:
+            raise
+        except BaseException as error:
+            cause = error.__cause__ or error if isinstance(error, LaneStopped) else error
+            whole = self._step if self._stages.has_result(self._step) else self._step - 1
+            what = " ".join(f"{type(cause).__name__}: {cause}".split()).removesuffix(":")
+            self._failure = f"step {self._step} ended with {what}; the last whole step is {whole}"
+            self._lanes.stop(cause)
+            raise cause from None
+
+    def _require_sound(self) -> None:
+        if self._failure:
+            raise RuntimeError(f"training cannot go on: {self._failure}. Make a new trainer, and load a checkpoint")
 
     def _begin(self) -> None:
         """Start a pipeline at the current step and fill it."""
@@ -190,9 +241,11 @@ class Engine:
 
     def _finish(self) -> None:
         """Bring the host table up to date between steps. The pipeline resumes afterwards."""
+        self._require_sound()
         if not self._running:
             return
-        self._lanes.drain()
+        with self._noting_failures():
+            self._lanes.drain()
         # If W belongs to the next step, the newest update is still only in the buffer between steps.
         last = self._step - 1
         if self._late_write_back and last >= self._first:

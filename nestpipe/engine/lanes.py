@@ -31,8 +31,12 @@ class Lanes(Protocol):
         """Wait until ``ref`` (absolute batch) has run. Its step must have been handed over before."""
         ...
 
-    def drain(self) -> None:
-        """Wait until every lane has run everything that was handed to it."""
+    def drain(self, seconds: float | None = None) -> None:
+        """Wait until every lane has run everything that was handed to it, or until so many seconds have passed."""
+        ...
+
+    def stop(self, error: BaseException) -> None:
+        """Let no lane begin another operation, because of ``error`` on the driving thread."""
         ...
 
     def take_spans(self) -> list[Span]:
@@ -69,7 +73,10 @@ class OneAtATime:
     def wait(self, ref: Ref) -> None:
         pass
 
-    def drain(self) -> None:
+    def drain(self, seconds: float | None = None) -> None:
+        pass
+
+    def stop(self, error: BaseException) -> None:
         pass
 
     def take_spans(self) -> list[Span]:

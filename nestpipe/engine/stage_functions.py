@@ -11,18 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nestpipe.data.batch import Batch, Jagged
+from nestpipe.data.batch import Batch
 from nestpipe.embedding.dual_buffer import RowBuffer, synchronise
 from nestpipe.embedding.host_table import HostTable
 from nestpipe.embedding.key_routing import RoutingPlan, route
 from nestpipe.embedding.memory import HOST, Memory
 from nestpipe.embedding.sparse_optimizers import averaged_update, momentum_scaled, sparse_update
-from nestpipe.engine.dense_part import DensePart
+from nestpipe.engine.dense_part import BatchTotals, DensePart
 from nestpipe.engine.exchanges import Exchanges
+from nestpipe.engine.random_turns import RandomTurns
 from nestpipe.engine.rings import Rings
+from nestpipe.engine.source import Source
 from nestpipe.schedule.operations import Ref, Schedule
 from nestpipe.schedule.stages import of_stage
-from nestpipe.trainer import SparseOptimizer, StepResult
+from nestpipe.trainer import DivideBy, SparseOptimizer, StepResult
 
 _ENDED = RoutingPlan(ended=True)
 
@@ -30,8 +32,8 @@ _ENDED = RoutingPlan(ended=True)
 class StageFunctions:
     """``execute`` runs one operation. The caller is responsible for the order.
 
-    ``next_batch``: returns this rank's next batch for P, or None at the end of its data. ``functions``: the function
-    of each stage, by letter. Raises ValueError for a stage of ``schedule`` that has no function.
+    ``source``: what P reads from. ``functions``: the function of each stage, by letter. Raises ValueError for a stage
+    of ``schedule`` that has no function.
     """
 
     def __init__(
@@ -40,8 +42,9 @@ class StageFunctions:
         sparse_optimizer: SparseOptimizer,
         table: HostTable,
         dense: DensePart,
+        divide_by: DivideBy,
         exchanges: Exchanges,
-        next_batch: Callable[[], Batch | None],
+        source: Source,
         memory: Memory,
     ):
         self.functions: dict[str, Callable[[Ref], None]] = {
@@ -67,8 +70,10 @@ class StageFunctions:
         self._micro_batches = schedule.micro_batches
         self._table = table
         self._dense = dense
+        self._divide_by = divide_by
         self._exchanges = exchanges
-        self._next_batch = next_batch
+        self._source = source
+        self._turns = RandomTurns()
         self._memory = memory
         self._averaged = "update_rule" in marks["U"]
         self._rule = momentum_scaled(sparse_optimizer, exchanges.copies) if self._averaged else sparse_optimizer
@@ -77,9 +82,9 @@ class StageFunctions:
         self._dim = table.layout.tables[0].dim
         state_width = table.rows.state.shape[1]
         self._rings = Rings(schedule, lambda: RowBuffer(self._dim, state_width, memory))
-        self._losses: dict[tuple[int, int], float] = {}
+        self._losses: dict[int, float] = {}  # by batch: this rank's share so far
+        self._totals: dict[int, BatchTotals] = {}
         self._results: dict[int, StepResult] = {}
-        self._exhausted = False
         self._first = 0
         self._early_rows: Mapping[int, Mapping[str, Tensor]] = {}
 
@@ -89,7 +94,6 @@ class StageFunctions:
         ``early_rows``: by batch, rows restored from a checkpoint (``rows_read_early``), used instead of the table's.
         """
         self._first = step
-        self._exhausted = False
         self._early_rows = early_rows
         self._rings.clear()
 
@@ -102,6 +106,10 @@ class StageFunctions:
     def take_result(self, step: int) -> StepResult | None:
         """The result that O left for ``step``, only once; None if the data of all ranks had ended."""
         return self._results.pop(step, None)
+
+    def has_result(self, step: int) -> bool:
+        """Whether ``step`` has been trained and its result not taken yet."""
+        return step in self._results
 
     def rows_read_early(self, batch: int) -> dict[str, Tensor] | None:
         """Copies of a batch's rows in its buffer if any of them no longer matches the table, None if all match."""
@@ -117,29 +125,31 @@ class StageFunctions:
     # ---- the stages ----
 
     def _prefetch(self, ref: Ref) -> None:
-        batch = None if self._exhausted else self._next_batch()
-        self._exhausted = batch is None
+        if self._turns.undecided:
+            self._turns.decide(lambda: self._source.read_ahead(ref.batch))
+        # At the start of a pipeline nothing else runs yet.
+        fresh = 0 if ref.batch == self._first else self._source.new_iterator(ref.batch)
+        with self._turns.reading(fresh):
+            batch, taken = self._source.read(ref.batch)
         parts = self._empty_parts() if batch is None else batch.split(self._micro_batches)
-        self._rings["input", ref] = (parts, batch is None)
+        self._rings["input", ref] = (parts, batch is None, taken)
 
     def _empty_parts(self) -> Sequence[Batch]:
-        none = HOST.empty(0, dtype=torch.int64)
-        features = (feature for table in self._table.layout.tables for feature in table.features)
-        empty = Batch({feature: Jagged(none, none) for feature in features}, none, {}, share=0.0)
+        empty = Batch({}, HOST.empty(0, dtype=torch.int64), {}, share=0.0, reads={})
         return [empty] * self._micro_batches
 
     def _copy_to_device(self, ref: Ref) -> None:
-        parts, _ = self._rings["input", ref]
+        parts, _, _ = self._rings["input", ref]
         self._rings["batch", ref] = parts  # the host is the device here
 
     def _route_keys(self, ref: Ref) -> None:
-        parts, ended = self._rings["input", ref]
+        parts, ended, taken = self._rings["input", ref]
         layout, exchange, replicas = self._table.layout, self._exchanges.keys, self._exchanges.replicas
         previous = self._rings["plan-1", ref] if self._synchronises and ref.batch > self._first else None
         if replicas is None:
-            plan = route(parts, ended, layout, exchange, previous)
+            plan = route(parts, ended, layout, exchange, previous, taken=taken)
         else:
-            plan = route(parts, ended, layout, exchange, None, replicas.agree)
+            plan = route(parts, ended, layout, exchange, None, replicas.agree, taken)
             plan = plan if plan.ended else replicas.widened(plan, previous)
         self._rings["plan", ref] = plan
 
@@ -179,15 +189,36 @@ class StageFunctions:
             return
         plan = self._plan(ref)
         received = self._rings["received", ref].requires_grad_()
-        loss = self._dense.loss_sum(part, received, plan.micro[ref.micro - 1].inverse) / plan.global_samples
-        self._losses[ref.batch, ref.micro] = float(loss.detach())
-        self._rings["activation", ref] = loss
+        with self._turns.computing(is_forward=True):
+            total, count = self._dense.losses(part, received, plan.micro[ref.micro - 1].inverse)
+        loss = total / self._divisor(ref, plan)
+        self._rings["activation", ref] = loss, float(loss.detach()), 0.0 if count is None else float(count)
+
+    def _divisor(self, ref: Ref, plan: RoutingPlan) -> float:
+        """A loss that is divided by a count is divided by the samples first, and corrected when A knows the count."""
+        ranks = self._exchanges.allreduce.world_size
+        if self._divide_by == "ranks":
+            return ranks
+        if self._divide_by == "rank_samples":
+            return sum(map(len, self._rings["batch", ref])) * ranks
+        return plan.global_samples
+
+    def _correction(self, ref: Ref) -> float:
+        """What the gradients of a batch are multiplied by before they are applied."""
+        if self._divide_by != "count":
+            return 1.0
+        count = self._rings["loss_count", ref]
+        return self._plan(ref).global_samples / count if count else 0.0
 
     def _backward(self, ref: Ref) -> None:
-        loss = self._rings["activation", ref]
+        activation = self._rings["activation", ref]
         received = self._rings["received", ref]
-        if loss is not None:
-            loss.backward()
+        if activation is not None:
+            loss, value, count = activation
+            with self._turns.computing(is_forward=False):
+                loss.backward()
+            self._dense.add(value, count)
+            self._losses[ref.batch] = self._losses.get(ref.batch, 0.0) + value
         gradient = self._memory.zeros(*received.shape) if received.grad is None else received.grad
         self._rings["gradient", ref] = gradient
         self._rings["activation", ref] = None
@@ -221,13 +252,19 @@ class StageFunctions:
         self._rings["accumulator", ref] = total.index_add_(-2, index, gradient)
 
     def _all_reduce(self, ref: Ref) -> None:
-        self._exchanges.allreduce.all_reduce(self._dense.gradient)
+        totals = self._dense.reduce()
+        self._totals[ref.batch] = totals
+        if self._divide_by == "count":
+            self._rings["loss_count", ref] = totals.total_count
 
     def _sparse_update(self, ref: Ref) -> None:
         total, rows = self._rings["accumulator", ref], self._rings["buffer", ref].rows
         index = self._plan(ref).rows
         if self._schedule.updates_table:  # the buffer's rows were read early, so update the table's current ones
             self._table.rows.gather(index, rows)
+        correction = self._correction(ref)
+        if correction != 1.0:
+            total.mul_(correction)
         if self._averaged and total.dim() == 3:
             averaged_update(self._rule, rows, total)
         else:
@@ -237,13 +274,16 @@ class StageFunctions:
         self._rings["accumulator", ref] = None
 
     def _dense_step(self, ref: Ref) -> None:
-        self._dense.step()
+        correction = self._correction(ref)
+        self._dense.step(correction)
+        totals = self._totals.pop(ref.batch)
         plan, replicas = self._plan(ref), self._exchanges.replicas
         row = sum(dtype.itemsize for dtype in self._wire.values()) * self._dim  # there and back
         sent = sum(replicas.sent_rows(n, self._averaged) for n in plan.synchronised) if replicas else 0
         self._results[ref.batch] = StepResult(
             step=ref.batch,
-            loss=sum(self._losses.pop((ref.batch, m), 0.0) for m in range(1, self._micro_batches + 1)),
+            loss=self._losses.pop(ref.batch, 0.0) * correction,
+            global_loss=totals.loss * correction,
             samples=sum(map(len, self._rings["batch", ref])),
             embedding_bytes=plan.remote * row,
             minimum_embedding_bytes=plan.minimum_remote * row,

@@ -80,9 +80,13 @@ class ThreadLanes:
         lane = self._lanes[place.lane]
         self._wait(lane, (ref.batch - place.offset - self._first_step) * len(lane.program) + place.on_lane + 1)
 
-    def drain(self) -> None:
+    def drain(self, seconds: float | None = None) -> None:
+        deadline = None if seconds is None else time.monotonic() + seconds
         for lane in self._lanes.values():
-            self._wait(lane, lane.submitted)
+            self._wait(lane, lane.submitted, deadline)
+
+    def stop(self, error: BaseException) -> None:
+        self._fail(error)
 
     def close(self) -> None:
         self._closed = True
@@ -136,12 +140,15 @@ class ThreadLanes:
                 lane.done += 1
                 lane.changed.notify_all()
 
-    def _wait(self, lane: _Lane, count: int) -> None:
+    def _wait(self, lane: _Lane, count: int, deadline: float | None = None) -> None:
         if lane.done >= count and not self._error:
             return
         with lane.changed:
             while lane.done < count and not self._error and not self._closed:
-                lane.changed.wait()
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return
+                lane.changed.wait(left)
         if self._error or self._closed:
             raise LaneStopped("a lane has stopped") from self._error
 

@@ -67,6 +67,11 @@ class Exchange:
         if self.world_size > 1:
             dist.all_reduce(tensor, group=self.group)
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Make ``tensor`` that of the group's first rank, in place."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[world_size, *tensor.shape]: every rank's tensor, all of the same shape."""
         if self.world_size == 1:

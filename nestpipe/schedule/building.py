@@ -63,6 +63,27 @@ def marked(schedule: Schedule, stages: str, mark: str) -> Schedule:
     )
 
 
+def counted(schedule: Schedule) -> Schedule:
+    """The schedule for a model that divides by a count: U and O wait for A, which sums the count over ranks.
+
+    Raises ValueError for a schedule whose U or O comes before A.
+    """
+    access = {"A": ((), ("loss_count",)), "U": (("loss_count",), ()), "O": (("loss_count",), ())}
+    ops = []
+    reduced: set[int] = set()
+    for o in schedule.ops:
+        reads, writes = access.get(o.ref.stage, ((), ()))
+        if o.ref.stage == "A":
+            reduced.add(o.ref.batch)
+        if reads and o.ref.batch not in reduced:
+            raise ValueError(
+                f"schedule '{schedule.name}' has {o.ref.relative()} before A, but a loss that is Summed is divided "
+                "by a count that A sums: use another method"
+            )
+        ops.append(replace(o, reads=(*o.reads, *reads), writes=(*o.writes, *writes)))
+    return with_derived_edges(replace(schedule, ops=tuple(ops)))
+
+
 def one_at_a_time(ops: Sequence[Op]) -> list[Op]:
     """The ops of a step as a chain: each waits for the one before it, and the first for the last of the step before."""
     previous = [ops[-1].ref._replace(batch=ops[-1].ref.batch - 1), *(o.ref for o in ops[:-1])]

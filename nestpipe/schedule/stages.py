@@ -200,9 +200,10 @@ STAGES: Mapping[str, Stage] = {
     ),
 }
 
+#: ``loss_count``: what a batch's losses are divided by, if the model counts that (``building.counted``).
 #: The default number of slots of each ring. A batch ring advances one slot per batch, a micro ring one per
 #: micro-batch (counted across batches). Global state has one slot that all batches share.
-BATCH_RINGS = {"input": 3, "batch": 4, "plan": 4, "buffer": 2, "accumulator": 2}
+BATCH_RINGS = {"input": 3, "batch": 4, "plan": 4, "buffer": 2, "accumulator": 2, "loss_count": 2}
 MICRO_RINGS = {"received": 3, "activation": 1, "gradient": 3, "arrived": 3}
 GLOBALS = ("table", "dense", "dense_gradient", "module")
 

@@ -9,7 +9,9 @@ from nestpipe.embedding.host_table import host_table, shard_layout
 from nestpipe.embedding.memory import HOST
 from nestpipe.engine.dense_part import DensePart
 from nestpipe.engine.exchanges import open_exchanges
+from nestpipe.engine.source import Source
 from nestpipe.engine.stage_functions import StageFunctions
+from nestpipe.ranks.collectives import Exchange
 from nestpipe.schedule.stages import STAGES
 from nestpipe.schedule.templates import serial
 from nestpipe.simulator.calibrate.measure import RATES
@@ -22,9 +24,9 @@ from tests.support.engine_runs import SPEC, TABLES
 def engine_functions() -> set[str]:
     """Letters of the stages that the engine has a function for."""
     table = host_table(shard_layout(TABLES, 1), 0, 1, 0)
-    dense = DensePart(SPEC, lambda parameters: torch.optim.SGD(parameters, lr=0.1), HOST)
+    dense = DensePart(SPEC, lambda parameters: torch.optim.SGD(parameters, lr=0.1), HOST, Exchange())
     sgd = SparseOptimizer("sgd")
-    return set(StageFunctions(serial(), sgd, table, dense, open_exchanges(1), lambda: None, HOST).functions)
+    return set(StageFunctions(serial(), sgd, table, dense, "samples", open_exchanges(1), Source(), HOST).functions)
 
 
 def prices() -> set[str]:

@@ -1,0 +1,81 @@
+"""The gradients of all dense weights: gathered into one vector per type, summed over ranks, and handed back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe.embedding.memory import Memory
+from nestpipe.ranks.collectives import Exchange
+
+#: What the float32 vector carries beside gradients: the loss and the count.
+_TOTALS = 2
+
+
+class Gradients:
+    """Between batches no weight has a gradient, so ``zero_grad`` of any kind does no harm. Backward makes them.
+
+    ``reduce`` copies them into flat vectors, one for each type, sums those over ranks in that type, as
+    DistributedDataParallel does, and makes each gradient a view of them. A weight that no rank used keeps None, so an
+    optimizer leaves it alone. Which ranks used it travels in the float32 vector, with ``loss`` and ``count``.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], memory: Memory) -> None:
+        self._parameters = parameters
+        self._memory = memory
+        self._trained: list[bool] | None = None
+        self.loss = 0.0
+        self.count = 0.0
+
+    def _lay_out(self, trained: list[bool]) -> None:
+        """Vectors for the weights that need a gradient now; frozen ones may be freed between batches."""
+        self._trained = trained
+        self._flat: dict[torch.dtype, Tensor] = {}
+        self._weights = [p for p, needed in zip(self._parameters, trained, strict=True) if needed]
+        self._views: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys([torch.float32, *(p.dtype for p in self._weights)]):
+            own = [p for p in self._weights if p.dtype == dtype]
+            extra = _TOTALS + len(self._weights) if dtype == torch.float32 else 0
+            flat = self._memory.zeros(sum(p.numel() for p in own) + extra, dtype=dtype)
+            self._flat[dtype] = flat
+            for parameter, piece in zip(own, flat[: len(flat) - extra].split([p.numel() for p in own]), strict=True):
+                self._views[id(parameter)] = piece.view_as(parameter)
+        self._tail = self._flat[torch.float32][-_TOTALS - len(self._weights) :]
+
+    def reduce(self, exchange: Exchange) -> tuple[float, float]:
+        """Sum over ranks. Returns the sums of ``loss`` and ``count``."""
+        trained = [p.requires_grad for p in self._parameters]
+        if trained != self._trained:
+            self._lay_out(trained)
+        used = [p.grad is not None for p in self._weights]
+        with torch.no_grad():
+            for parameter, is_used in zip(self._weights, used, strict=True):
+                if not is_used:
+                    self._views[id(parameter)].zero_()
+            mine = [p for p, is_used in zip(self._weights, used, strict=True) if is_used]
+            if mine:
+                targets = [self._views[id(p)] for p in mine]
+                torch._foreach_copy_(targets, [_dense(p.grad) for p in mine])
+            self._tail.copy_(torch.tensor([self.loss, self.count, *map(float, used)]))
+            for flat in self._flat.values():
+                exchange.all_reduce(flat)
+        loss, count, *flags = self._tail.tolist()
+        for parameter, flag in zip(self._weights, flags, strict=True):
+            parameter.grad = self._views[id(parameter)] if flag else None
+        self.loss = self.count = 0.0
+        return loss, count
+
+    def scale(self, factor: float) -> None:
+        for flat in self._flat.values():
+            flat.mul_(factor)
+
+    def clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def _dense(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.to_dense() if gradient.is_sparse else gradient
