@@ -112,7 +112,9 @@ class Twice(Scores):
         self.again = self.net[2]
 
     def score(self, batch):
-        return super().score(batch) + self.again(self.net[0](torch.cat([self.pooled(batch), batch.dense], 1))).squeeze(1)
+        return super().score(batch) + self.again(self.net[0](torch.cat([self.pooled(batch), batch.dense], 1))).squeeze(
+            1
+        )
 
 
 class Small(Scores):
@@ -181,9 +183,7 @@ def keyed_optimizer(parameters):
 
 
 def torchrec_clipped(parameters):
-    return GradientClippingOptimizer(
-        keyed_optimizer(parameters), clipping=GradientClipping.NORM, max_gradient=0.05
-    )
+    return GradientClippingOptimizer(keyed_optimizer(parameters), clipping=GradientClipping.NORM, max_gradient=0.05)
 
 
 def torchrec_warm(parameters):
@@ -283,7 +283,9 @@ class Counting(Scores):
     def __init__(self):
         super().__init__()
         for name, value in (("scale", 2.0), ("on", True), ("count", 3)):
-            self.register_buffer(name, torch.tensor([value]) * (1 + rank()) if name != "on" else torch.tensor([rank() == 0]))
+            self.register_buffer(
+                name, torch.tensor([value]) * (1 + rank()) if name != "on" else torch.tensor([rank() == 0])
+            )
 
     def score(self, batch):
         return super().score(batch) * self.scale * self.count * self.on

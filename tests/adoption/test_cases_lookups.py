@@ -309,19 +309,17 @@ EQUAL = {
     "ids in a JaggedTensor": Case(of_tensor(lambda x: (x.values(), x.lengths())), clicks(jagged)),
     "inverse indices": Case(Scores, clicks(change=inverse(False), samples=8)),
     "variable batch with inverse indices": Case(Scores, clicks(change=inverse(True), samples=8)),
-    "ids hashed by preprocess": Case(
-        Scores, clicks(rows=10**12), options={"preprocess": hashed}, prepare=hashed
-    ),
+    "ids hashed by preprocess": Case(Scores, clicks(rows=10**12), options={"preprocess": hashed}, prepare=hashed),
     "a collection that is never called": Case(
         two_collections(lambda one, two, b: [one(b.sparse).values()], lambda: bags(prefix="o_"), 2 * DIM), clicks()
     ),
 }
 
 REFUSED = {
-    "ids hashed by the model": Case(
-        changed_ids(lambda v, n: (v % 10, None, n)), clicks(), NOT_THE_BATCHES
+    "ids hashed by the model": Case(changed_ids(lambda v, n: (v % 10, None, n)), clicks(), NOT_THE_BATCHES),
+    "ids shifted by the model": Case(
+        changed_ids(lambda v, n: ((v * 7 + 3) % ROWS, None, n)), clicks(), NOT_THE_BATCHES
     ),
-    "ids shifted by the model": Case(changed_ids(lambda v, n: ((v * 7 + 3) % ROWS, None, n)), clicks(), NOT_THE_BATCHES),
     "large ids hashed by the model": Case(
         changed_ids(lambda v, n: (v % ROWS, None, n)), clicks(rows=10**12), NOT_THE_BATCHES
     ),
@@ -334,7 +332,9 @@ REFUSED = {
         changed_ids(lambda v, n: (v.float(), None, n)), clicks(), r"ids of type torch.float32|not those"
     ),
     "keys renamed to others": Case(
-        pooling(lambda ebc, b: ebc(KeyedJaggedTensor(["b", "c"], b.sparse.values(), lengths=b.sparse.lengths())).values()),
+        pooling(
+            lambda ebc, b: ebc(KeyedJaggedTensor(["b", "c"], b.sparse.values(), lengths=b.sparse.lengths())).values()
+        ),
         clicks(),
         "without key 'a'",
     ),

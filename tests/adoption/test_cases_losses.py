@@ -265,7 +265,9 @@ REFUSED = {
     "a sum for a mean": Case(loss(lambda s, b: bce(s, b.label, reduction="sum")), clicks(), r"reduction='sum'"),
     "a mean for a sum": Case(Scores, clicks(), WHY, SUM),
     "predictions for losses": Case(output(lambda m, s, b: s), clicks(), r"9 losses.*return \(loss, predictions\)"),
-    "one loss where each sample has one": Case(Scores, clicks(), r"reduction='none' it returns one for each sample", NONE),
+    "one loss where each sample has one": Case(
+        Scores, clicks(), r"reduction='none' it returns one for each sample", NONE
+    ),
     "a dict of losses": Case(output(lambda m, s, b: ({"ctr": bce(s, b.label)}, s)), clicks(), "first part is a dict"),
     "no loss": Case(output(lambda m, s, b: None), clicks(), "it returned NoneType"),
     "a number": Case(output(lambda m, s, b: float(bce(s, b.label))), clicks(), "it returned float"),
@@ -279,7 +281,9 @@ REFUSED = {
     "in-batch softmax": Case(InBatch, clicks(), "in-batch negatives"),
     "in-batch softmax only in training": Case(OnlyInTraining, clicks(), "in-batch negatives"),
     "in-batch softmax, one sample first": Case(InBatch, clicks(samples=[1, 8, 8]), "in-batch negatives"),
-    "in-batch softmax, one sample in each batch": Case(InBatch, clicks(samples=[1, 1, 1, 8]), "in-batch negatives", later=True),
+    "in-batch softmax, one sample in each batch": Case(
+        InBatch, clicks(samples=[1, 1, 1, 8]), "in-batch negatives", later=True
+    ),
     "not a number": Case(Huge, clicks(), "is nan|is inf"),
     "the norm of the batch": Case(lambda: Penalised(lambda rows: rows.norm()), clicks(), WHY),
     "the largest error": Case(loss(lambda s, b: (s - b.label).abs().max()), clicks(), WHY),
@@ -295,7 +299,9 @@ REFUSED = {
     "random negatives drawn in the loss": Case(
         loss(lambda s, b: (s - torch.rand(len(s))).square().mean()), clicks(), "draws random numbers"
     ),
-    "a count that needs a gradient": Case(loss(lambda s, b: Summed(s.sum(), s.exp().sum())), clicks(), "count", later=True),
+    "a count that needs a gradient": Case(
+        loss(lambda s, b: Summed(s.sum(), s.exp().sum())), clicks(), "count", later=True
+    ),
     "a count of each sample": Case(loss(lambda s, b: Summed(s.sum(), torch.ones(len(s)))), clicks(), "count"),
 }
 

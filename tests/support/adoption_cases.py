@@ -49,9 +49,7 @@ def bags(names: Iterable[str] = "ab", prefix: str = "t_", weighted: bool = False
 
 
 def sequences(names: Iterable[str] = "ab", need_indices: bool = False) -> EmbeddingCollection:
-    tables = [
-        EmbeddingConfig(num_embeddings=ROWS, embedding_dim=DIM, name=f"s_{n}", feature_names=[n]) for n in names
-    ]
+    tables = [EmbeddingConfig(num_embeddings=ROWS, embedding_dim=DIM, name=f"s_{n}", feature_names=[n]) for n in names]
     return EmbeddingCollection(tables=tables, need_indices=need_indices)
 
 
