@@ -240,7 +240,7 @@ class Engine:
             self._failure = f"step {step} ended with {what}; {last}"
             self._lanes.stop(cause)
             if isinstance(cause, StopIteration):  # not the end of the data, and must not look like it
-                raise RuntimeError(f"step {step} was ended by a StopIteration that is not the iterator's") from cause
+                raise RuntimeError(f"step {step} was ended by a StopIteration that is not the iterator's") from None
             if cause is error:
                 raise
             raise cause from cause.__cause__

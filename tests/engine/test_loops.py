@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def loops_on_this_rank(methods: list[str], shorter: dict[str, int]) -> list[str]
         schedule = schedule_of(method)
         for title, calls in LOOPS.items():
             used = {name for name, _ in calls}
-            delayed = partial(ThreadLanes, delay=jitter(len(title), 1e-4))
+            delayed = partial(ThreadLanes, delay=jitter(len(title), 2e-5))
             lanes = OneAtATime if method == "serial" or len(title) % 2 else delayed
             engine = make_engine(schedule, lanes, 2 if method == "nestpipe+2d-sp" else 1)
             seen = loop(engine, sizes, calls)
@@ -107,7 +108,7 @@ def loop_rest(engine: Engine) -> list:
 def test_every_loop_trains_each_batch_once(pool2) -> None:
     assert loops_on_this_rank(METHODS, {}) == []
     assert pool2.run(loops_on_this_rank, ["nestpipe", "nestpipe+2d-sp"], {"a": 1, "b": 3}) == [[], []]
-    assert pool2.run(loops_on_this_rank, ["nestpipe", "serial"], {"a": 4, "b": 4, "c": 4}) == [[], []]
+    assert pool2.run(loops_on_this_rank, ["nestpipe"], {"a": 4, "b": 4, "c": 4}) == [[], []]
 
 
 def test_the_same_iterator_is_asked_again_after_its_end() -> None:
@@ -198,8 +199,6 @@ def test_after_an_interrupt_every_call_names_it_and_the_last_whole_step(lanes, s
 
 
 def test_a_ctrl_c_while_the_caller_waits_ends_training() -> None:
-    import _thread
-
     reached, go = threading.Event(), threading.Event()
 
     def slow() -> Iterator[Batch]:
@@ -212,7 +211,7 @@ def test_a_ctrl_c_while_the_caller_waits_ends_training() -> None:
     def interrupt() -> None:
         reached.wait(10)
         time.sleep(0.05)
-        _thread.interrupt_main()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     engine, batches = make_engine(nestpipe(2)), slow()
     threading.Thread(target=interrupt).start()
@@ -245,7 +244,7 @@ def test_a_stop_iteration_of_the_model_is_not_the_end_of_the_data() -> None:
 
 def closed_in_mid_pass(slow: float) -> tuple[float, bool, int]:
     torch.set_num_threads(1)
-    read = []
+    read, before = [], set(threading.enumerate())
 
     def batches() -> Iterator[Batch]:
         for n, batch in enumerate(SETTING.batches(0)):
@@ -259,7 +258,7 @@ def closed_in_mid_pass(slow: float) -> tuple[float, bool, int]:
         engine.progress(source)
     began = time.monotonic()
     engine.close()
-    alive = any(thread.name.startswith("lane-") and thread.is_alive() for thread in threading.enumerate())
+    alive = bool(set(threading.enumerate()) - before)
     return time.monotonic() - began, alive, len(read)
 
 
@@ -271,7 +270,7 @@ def test_close_in_mid_pass_leaves_no_rank_in_a_collective(pool2) -> None:
 def drawing(batches: list[Batch], draws: bool) -> Iterator[Batch]:
     for batch in batches:
         noise = torch.randn(len(batch)) if draws else torch.ones(len(batch))
-        time.sleep(random.random() * 1e-3)
+        time.sleep(random.random() * 3e-4)
         yield Batch(batch.sparse, batch.sample_ids, {"label": batch.extra["label"] + 0.1 * noise})
 
 
@@ -296,10 +295,10 @@ def random_losses(lanes, draws: bool, drops: bool) -> tuple[list[float], bool]:
 
 
 def test_random_numbers_are_the_same_in_every_run() -> None:
-    for draws, drops in ((True, True), (False, True), (True, False)):
+    for draws, drops, runs in ((True, True, 5), (False, True, 1), (True, False, 1)):
         listed, active = random_losses(OneAtATime, draws, drops)
         assert active == (draws and drops)
-        for seed in range(5):
-            delay = jitter(seed)
+        for seed in range(runs):
+            delay = jitter(seed, 2e-4)
             assert random_losses(partial(ThreadLanes, delay=delay), draws, drops) == (listed, active)
         assert len(set(listed)) > 10 and all(a != b for a, b in pairwise(listed[::2]))
