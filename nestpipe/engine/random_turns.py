@@ -21,10 +21,10 @@ class RandomTurns:
     """``reading`` is around each read of a batch; ``computing`` is around each forward or backward pass.
 
     At first they exclude each other. Reads use a generator state of their own, and it is noted whether one of the
-    first ``_WATCHED`` reads and one of the first ``_WATCHED`` forward passes draws. If both draw, turns go on. Else
+    first ``_WATCHED`` reads and one of the first ``_WATCHED`` forward passes draws. If both draw, turns stay. Else
     reads stop waiting. What is found depends on counts and not on time. When exactly reads stop cannot change a result
     either: if reads draw nothing, it does not matter which state they find; if forward passes draw nothing, then the
-    generator goes on with the state of the reads.
+    generator continues with the state of the reads.
 
     The first read from an iterator does not count, because samplers draw a seed there. It takes its turn in any case.
     A loader or a model that begins to draw after its first batches is not noticed.

@@ -73,8 +73,8 @@ class Source:
     def begin_again(self, number: int) -> None:
         """The iterator of batch ``number`` has ended on all ranks: what comes from later ones is counted from there.
 
-        Ranks have been given the same iterators for the same numbers, so all of them keep equally many, also where one
-        of them found no batch.
+        Ranks have been given the same iterators for the same numbers, so all of them keep equally many,
+        even if one of them found no batch.
         """
         past = self._given[number].taken
         later = [old for old in sorted(self._given) if self._given[old].taken > past]
