@@ -77,7 +77,7 @@ class AdoptedModel(nn.Module):
             whole, index = part, torch.arange(len(part))
         else:
             return
-        with torch.no_grad(), undisturbed(self.model):
+        with undisturbed(self.model):
             parts = [self._sums(whole, rows, i) for i in (index, *(h for h in separable.halves(len(whole))))]
         separable.require_equal_sums(parts[0], parts[1:])
 
@@ -117,14 +117,13 @@ def discover(
         with lookups.using(FromTables(tables, part, handed, record)):
             return model(users)
 
-    with undisturbed(model), torch.no_grad():
-        buffers = {name: value.clone() for name, value in model.named_buffers()}
-        output = run(batch, reads)
-        changed = changed_buffers(model, buffers)
-        total, count = losses.of(output, len(batch))
+    with undisturbed(model):
+        total, count = losses.of(run(batch, reads), len(batch))
         if check:
             first = _detached(total, count)
-            separable.require_stateless(first, _sums(losses, run(batch, None), len(batch)), changed)
+            buffers = {name: value.clone() for name, value in model.named_buffers()}  # the first pass may make some
+            again = _sums(losses, run(batch, None), len(batch))
+            separable.require_stateless(first, again, changed_buffers(model, buffers))
             if len(batch) > 1:
                 parts = [batch.select(index) for index in separable.halves(len(batch))]
                 separable.require_equal_sums(first, [_sums(losses, run(part, None), len(part)) for part in parts])

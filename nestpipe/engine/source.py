@@ -19,14 +19,14 @@ class Source:
     """The batches of one rank, numbered across iterators.
 
     An iterator is given for a batch number before that batch is read, so which iterator a batch comes from does not
-    depend on when the reading thread runs. Batches that have been read are kept until ``trained``. Only ``read`` and
-    ``next_is_first`` may be called while another thread uses the source.
+    depend on when the reading thread runs. Batches that have been read are kept until ``trained``. One thread reads;
+    it calls ``new_iterator``, ``read_ahead`` and ``read``.
     """
 
     def __init__(self) -> None:
         self._given: dict[int, _Given] = {}
         self._read: dict[int, Batch | None] = {}
-        self._kept: dict[int, Batch | None] = {}  # read before the pipeline started again, by new numbers
+        self._kept: dict[int, Batch | Exception | None] = {}  # read before its turn, or what was raised then
         self._newest: Iterator[Batch] | None = None
         self._taken = 0
         self._begun = self._ended = 0  # which iterator, by ``taken``, was asked last, and which has ended
@@ -40,26 +40,44 @@ class Source:
         for number in batches:
             self._given.setdefault(number, _Given(iterator, self._taken))
 
-    def next_is_first(self, number: int) -> bool:
-        """Whether ``read(number)`` will ask a new iterator for its first batch."""
-        return number not in self._kept and self._given[number].taken != self._begun
+    def new_iterator(self, number: int) -> int:
+        """The number of the iterator that ``read(number)`` asks for its first batch, or 0 if it has been asked."""
+        taken = self._given[number].taken
+        return 0 if number in self._kept or taken == self._begun else taken
+
+    def read_ahead(self, number: int) -> None:
+        """Read one batch more from the iterator of batch ``number``. It is the next one, for a later ``read``."""
+        given, at = self._given[number], number
+        while at in self._kept:
+            at += 1
+        self._given.setdefault(at, given)
+        if any(isinstance(batch, Exception) for batch in self._kept.values()):
+            return
+        try:
+            self._kept[at] = self._next(given)
+        except Exception as error:  # belongs to the batch that could not be read
+            self._kept[at] = error
 
     def read(self, number: int) -> tuple[Batch | None, int]:
         """Batch ``number``, None if its iterator has ended, and how many iterators were given until then.
 
         Called once for each number, in order.
         """
-        iterator, taken = self._given[number]
-        batch: Batch | None = None
-        if number in self._kept:
-            batch = self._kept.pop(number)
-        elif taken != self._ended and not self._closing:
-            self._begun = taken
-            batch = next(iterator, None)
-            if batch is None:
-                self._ended = taken
+        given = self._given[number]
+        batch = self._kept.pop(number) if number in self._kept else self._next(given)
+        if isinstance(batch, Exception):
+            raise batch
         self._read[number] = batch
-        return batch, taken
+        return batch, given.taken
+
+    def _next(self, given: _Given) -> Batch | None:
+        if given.taken == self._ended or self._closing:
+            return None
+        self._begun = given.taken
+        batch = next(given.iterator, None)
+        if batch is None:
+            self._ended = given.taken
+        return batch
 
     def trained(self, number: int) -> None:
         """Batch ``number`` is done with."""
@@ -78,7 +96,7 @@ class Source:
         """
         past = self._given[number].taken
         later = [old for old in sorted(self._given) if self._given[old].taken > past]
-        given, read = self._given, self._read
+        given, read = self._given, {**self._read, **self._kept}
         self._given = {number + n: given[old] for n, old in enumerate(later)}
         self._kept = {number + n: read[old] for n, old in enumerate(later)}
         self._read = {}

@@ -73,7 +73,7 @@ class StageFunctions:
         self._divide_by = divide_by
         self._exchanges = exchanges
         self._source = source
-        self.turns = RandomTurns()
+        self._turns = RandomTurns()
         self._memory = memory
         self._averaged = "update_rule" in marks["U"]
         self._rule = momentum_scaled(sparse_optimizer, exchanges.copies) if self._averaged else sparse_optimizer
@@ -122,7 +122,11 @@ class StageFunctions:
     # ---- the stages ----
 
     def _prefetch(self, ref: Ref) -> None:
-        with self.turns.reading(self._source.next_is_first(ref.batch)):
+        if self._turns.undecided:
+            self._turns.decide(lambda: self._source.read_ahead(ref.batch))
+        # At the start of a pipeline nothing else runs yet.
+        fresh = 0 if ref.batch == self._first else self._source.new_iterator(ref.batch)
+        with self._turns.reading(fresh):
             batch, taken = self._source.read(ref.batch)
         parts = self._empty_parts() if batch is None else batch.split(self._micro_batches)
         self._rings["input", ref] = (parts, batch is None, taken)
@@ -182,7 +186,7 @@ class StageFunctions:
             return
         plan = self._plan(ref)
         received = self._rings["received", ref].requires_grad_()
-        with self.turns.computing(is_forward=True):
+        with self._turns.computing(is_forward=True):
             total, count = self._dense.losses(part, received, plan.micro[ref.micro - 1].inverse)
         loss = total / self._divisor(ref, plan)
         self._rings["activation", ref] = loss, float(loss.detach()), 0.0 if count is None else float(count)
@@ -208,7 +212,7 @@ class StageFunctions:
         received = self._rings["received", ref]
         if activation is not None:
             loss, value, count = activation
-            with self.turns.computing(is_forward=False):
+            with self._turns.computing(is_forward=False):
                 loss.backward()
             self._dense.add(value, count)
             self._losses[ref.batch] = self._losses.get(ref.batch, 0.0) + value

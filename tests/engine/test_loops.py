@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -143,7 +142,7 @@ def changed_at_different_calls(method: str, groups: int) -> str:
     first, second = iter(SETTING.batches(0)), iter(SETTING.batches(0, 1))
     try:
         for call in range(12):
-            engine.progress(first if call < 2 + dist.get_rank() else second)
+            engine.progress(first if call < 4 + dist.get_rank() else second)
     except ValueError as error:
         return str(error)
     finally:
@@ -279,7 +278,7 @@ class Dropping(SPEC.build):  # type: ignore[misc, name-defined]
         return torch.nn.functional.dropout(super().forward(batch), 0.5)
 
 
-def random_losses(lanes, draws: bool, drops: bool) -> tuple[list[float], bool]:
+def random_losses(lanes, draws: bool, drops: bool) -> list[float]:
     torch.manual_seed(0)
     spec = type(SPEC)(SPEC.tables, Dropping if drops else SPEC.build)
     engine = Engine(nestpipe(2), spec, SETTING.sparse_optimizer, SETTING.dense_optimizer, 3, lanes)
@@ -288,17 +287,14 @@ def random_losses(lanes, draws: bool, drops: bool) -> tuple[list[float], bool]:
         batches = drawing(SETTING.batches(0, epoch)[:9], draws)
         for _ in range(9):
             losses.append(engine.progress(batches).loss)
-            losses.append(float(torch.rand(())) if drops else 0.0)  # a caller that draws between steps
-    active = engine._stages.turns.active
     engine.close()
-    return losses, active
+    return losses
 
 
 def test_random_numbers_are_the_same_in_every_run() -> None:
     for draws, drops, runs in ((True, True, 5), (False, True, 1), (True, False, 1)):
-        listed, active = random_losses(OneAtATime, draws, drops)
-        assert active == (draws and drops)
+        listed = random_losses(OneAtATime, draws, drops)
         for seed in range(runs):
             delay = jitter(seed, 2e-4)
-            assert random_losses(partial(ThreadLanes, delay=delay), draws, drops) == (listed, active)
-        assert len(set(listed)) > 10 and all(a != b for a, b in pairwise(listed[::2]))
+            assert random_losses(partial(ThreadLanes, delay=delay), draws, drops) == listed
+        assert len(set(listed)) == len(listed) == 18
