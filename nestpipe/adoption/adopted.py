@@ -134,7 +134,9 @@ def discover(
         first = sums(batch, reads, check)
         if check:
             buffers = copied_buffers(model)  # the first pass may make some
-            separable.require_stateless(first, sums(batch, None, False))
+            again = sums(batch, None, False)
+            separable.require_same_buffers(changed_buffers(model, buffers))
+            separable.require_stateless(first, again)
             parts = [sums(batch.select(i), None, True) for i in separable.halves(len(batch)) if len(i)]
             separable.require_same_buffers(changed_buffers(model, buffers))
             if len(parts) > 1:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.adoption.adopted import AdoptedModel, adopt_collections, copied, discover, release
-from nestpipe.adoption.batches import BatchFormat, Reads
+from nestpipe.adoption.batches import BatchFormat, Reads, sources
 from nestpipe.adoption.collections import (
     find_collections,
     require_adoptable,
@@ -234,7 +234,7 @@ class NestPipeline:
             if has_data:
                 reads = replace(self._reads, tables={}, seen=set())
                 batch = self._form.to_batch(raw, 0, reads)
-                reads.seen.update(path for path in batch.form.leaves)
+                reads.seen.update(source.path for source in sources(batch))
                 if len(batch):
                     found = discover(
                         self._model, tables, self._lookups, self._form, self._losses, batch, reads, self._check

@@ -104,10 +104,11 @@ def require_equal_sums(whole: Sums, parts: Sequence[Sums], reduction: str) -> No
     if any((part.count is None) != (whole.count is None) for part in parts):
         raise NotSeparable("the model returns Summed for some samples and another loss for others; return one kind")
     for what, total, *pieces in zip(("loss", "count"), whole.numbers, *(part.numbers for part in parts), strict=False):
-        _require_finite(total, *pieces)
+        if not math.isfinite(float(total)):  # it was finite in the first batch, so training diverges
+            return
         values = [float(piece) for piece in pieces]
         size = max(abs(float(total)), sum(map(abs, values)))
-        if abs(float(total) - sum(values)) > whole.tolerance * size:
+        if not abs(float(total) - sum(values)) <= whole.tolerance * size:
             raise NotSeparable(
                 f"the {what} of a batch ({float(total):.6g} summed over its samples) is not the sum over its parts "
                 f"({sum(values):.6g}): {_causes(reduction)}"
@@ -195,6 +196,6 @@ def _require_finite(*values: Tensor) -> None:
     for value in values:
         if not math.isfinite(float(value)):
             raise NotSeparable(
-                f"the loss of a batch or of a part of it is {float(value)}, so micro-batches cannot be compared with "
-                "their batch: make the loss finite for every part, or train with micro_batches=1"
+                f"the loss of the first batch is {float(value)}, so micro-batches cannot be compared with it: make "
+                "the loss finite, or train with micro_batches=1"
             )

@@ -1,0 +1,348 @@
+"""What a loss is: separable by sample, or divided by a count, or refused with more than one micro-batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+pytest.importorskip("torchrec")
+
+from nestpipe.adoption.losses import Summed
+from nestpipe.adoption.pipeline import NestPipeline
+from tests.support.adoption_cases import (
+    DIM,
+    RULE,
+    Case,
+    Scores,
+    as_expected,
+    bags,
+    clicks,
+    rank,
+    sequences,
+    sgd,
+    verdict,
+)
+
+bce = F.binary_cross_entropy_with_logits
+
+
+def loss(function, **options):
+    """A model with ``function(scores, batch)`` as its loss."""
+
+    class Model(Scores):
+        def loss(self, score, batch):
+            return function(score, batch)
+
+    return lambda: Model(**options)
+
+
+def output(function):
+    """A model that returns ``function(model, scores, batch)``."""
+
+    class Model(Scores):
+        def __init__(self):
+            super().__init__()
+            self.second = nn.Linear(2 * DIM, 1)
+
+        def forward(self, batch):
+            return function(self, self.score(batch), batch)
+
+    return Model
+
+
+def two_tasks(model, score, batch):
+    other = model.second(model.pooled(batch)).squeeze(1)
+    both = bce(score, batch.label) + 0.3 * (other - batch.dense[:, 0]).square().mean()
+    return both, {"ctr": score.detach(), "other": other}
+
+
+def clicked_only(model, score, batch):
+    other, on = model.second(model.pooled(batch)).squeeze(1), batch.label > 0
+    return bce(score, batch.label) + (other[on] - batch.dense[on, 0]).square().mean(), score
+
+
+def clicked_summed(model, score, batch):
+    return Summed((score - batch.dense[:, 0]).square()[batch.label > 0].sum(), (batch.label > 0).sum()), score
+
+
+class Penalised(Scores):
+    """A penalty on the embeddings."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, batch):
+        score = self.score(batch)
+        return self.loss(score, batch) + 1e-2 * self.function(self.pooled(batch)), score
+
+
+class InBatch(Scores):
+    """Softmax over the candidates of the batch."""
+
+    only_in_training, scale = False, 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, batch):
+        found = self.ebc(batch.sparse)
+        one, other = self.left(found["a"]), self.right(found["b"])
+        if self.only_in_training and not self.training:
+            return ((one * other).sum(1) - batch.label).square().mean()
+        logits = (one @ other.T) * self.scale + batch.dense[:, :1]
+        return F.cross_entropy(logits, torch.arange(len(logits)))
+
+
+class OnlyInTraining(InBatch):
+    only_in_training = True
+
+
+class Huge(InBatch):
+    """exp() of its logits is infinite."""
+
+    def forward(self, batch):
+        found = self.ebc(batch.sparse)
+        logits = self.left(found["a"]) @ self.right(found["b"]).T
+        mass = (1e4 * logits.abs()).exp()
+        return (mass / mass.sum(1, keepdim=True)).diagonal().mean()
+
+
+class GradientPenalty(Scores):
+    """Differentiates in its forward pass."""
+
+    def forward(self, batch):
+        pooled = self.pooled(batch)
+        score = self.net(torch.cat([pooled, batch.dense], 1)).squeeze(1)
+        (slope,) = torch.autograd.grad(score.sum(), pooled, create_graph=True)
+        return self.loss(score, batch) + slope.square().sum(1).mean(), score
+
+
+class Calibrated(Scores):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def loss(self, score, batch):
+        if self.training:
+            self.average.mul_(0.9).add_(0.1 * score.mean().detach())
+        return super().loss(score - self.average, batch)
+
+
+class Counting(Scores):
+    """A plain attribute that changes the loss from call to call."""
+
+    calls = 0
+
+    def loss(self, score, batch):
+        self.calls += 1
+        return super().loss(score, batch) * self.calls
+
+
+class Tokens(Scores):
+    """The mean over all tokens of a sequence: of some number for each sample."""
+
+    summed = True
+
+    def __init__(self):
+        super().__init__(sequences())
+        self.out = nn.Linear(DIM, 5)
+
+    def forward(self, batch):
+        found = self.ebc(batch.sparse)["a"]
+        each = F.cross_entropy(self.out(found.values()), found.values().argmax(1), reduction="none")
+        return Summed(each.sum(), len(each)) if self.summed else each.mean()
+
+
+class TokenMeans(Tokens):
+    summed = False
+
+
+class Masked(Scores):
+    """The mean over labels that are there; in some batches all are."""
+
+    summed = True
+
+    def loss(self, score, batch):
+        valid = ~batch.extra.isnan()
+        errors = (score - batch.extra)[valid].square()
+        return Summed(errors.sum(), valid.sum()) if self.summed else errors.mean()
+
+
+class MaskedMean(Masked):
+    summed = False
+
+
+def with_holes(first):
+    """Labels of which some are missing, from the ``first`` batch on."""
+
+    def extra(step, samples, generator):
+        label = torch.rand(samples, generator=generator)
+        if step >= first:
+            label[: samples // 2 + step] = float("nan")
+        return label
+
+    return extra
+
+
+def weights(step, samples, generator):
+    return torch.rand(samples, generator=generator) + 0.1
+
+
+def weights_later(step, samples, generator):
+    return torch.ones(samples) if step == 0 else weights(step, samples, generator)
+
+
+def weighted_mean(score, batch):
+    return (bce(score, batch.label, reduction="none") * batch.extra).sum() / batch.extra.sum()
+
+
+def weighted_summed(score, batch):
+    return Summed((bce(score, batch.label, reduction="none") * batch.extra).sum(), batch.extra.sum())
+
+
+def one_rank_counts(score, batch):
+    """On rank 1 nothing counts."""
+    on = (batch.label > 0) & (rank() == 0)
+    return Summed((score - batch.label).square()[on].sum(), on.sum())
+
+
+def half_precision(score, batch):
+    return (score.bfloat16() - batch.label.bfloat16()).square().mean()
+
+
+ONE, FREE, SUM, NONE = {"micro_batches": 1}, {"check": False}, {"reduction": "sum"}, {"reduction": "none"}
+WHY = r"is not the sum over its parts.*micro_batches=1"
+
+EQUAL = {
+    "a sum": Case(loss(lambda s, b: bce(s, b.label, reduction="sum")), clicks(), options=SUM),
+    "a sum, uneven": Case(loss(lambda s, b: bce(s, b.label, reduction="sum")), clicks(samples=[12, 5]), options=SUM),
+    "one for each sample": Case(loss(lambda s, b: bce(s, b.label, reduction="none")), clicks(), options=NONE),
+    "one for each sample, a column": Case(
+        loss(lambda s, b: bce(s, b.label, reduction="none")[:, None]), clicks(), options=NONE
+    ),
+    "shape [1]": Case(loss(lambda s, b: bce(s, b.label)[None]), clicks()),
+    "the loss alone": Case(output(lambda m, s, b: bce(s, b.label)), clicks()),
+    "a list": Case(output(lambda m, s, b: [bce(s, b.label), s]), clicks()),
+    "three outputs": Case(output(lambda m, s, b: (bce(s, b.label), s, b.label)), clicks()),
+    "a pair of scalars": Case(output(lambda m, s, b: (bce(s, b.label), s.mean())), clicks()),
+    "two tasks": Case(output(two_tasks), clicks()),
+    "weights of samples": Case(loss(lambda s, b: bce(s, b.label, weight=b.extra)), clicks(weights)),
+    "L2 of weights in the loss": Case(
+        output(lambda m, s, b: bce(s, b.label) + 0.01 * sum(p.square().sum() for p in m.net.parameters())), clicks()
+    ),
+    "a penalty for each sample": Case(lambda: Penalised(lambda rows: rows.norm(dim=1).mean()), clicks()),
+    "a fixed number of terms for each sample": Case(
+        loss(lambda s, b: (s[:, None] - b.dense).square().mean()), clicks()
+    ),
+    "a weighted mean, one micro-batch": Case(loss(weighted_mean), clicks(weights), options=ONE),
+    "a weighted mean, summed": Case(loss(weighted_summed), clicks(weights)),
+    "a weighted mean, summed, one micro-batch": Case(loss(weighted_summed), clicks(weights), options=ONE),
+    "a weighted mean, summed, serial": Case(loss(weighted_summed), clicks(weights), options={"method": "serial"}),
+    "over clicked samples, summed": Case(output(clicked_summed), clicks()),
+    "over labels that are there, summed": Case(Masked, clicks(with_holes(0))),
+    "the same, all there at first": Case(Masked, clicks(with_holes(1))),
+    "over tokens, summed": Case(Tokens, clicks()),
+    "over tokens, uneven ranks": Case(Tokens, clicks(samples=[14, 3])),
+    "a count on one rank only": Case(loss(one_rank_counts), clicks()),
+    "nothing counts": Case(loss(lambda s, b: Summed((s * 0).sum(), 0)), clicks()),
+    "a count that is a number": Case(loss(lambda s, b: Summed(s.square().sum(), 2.0 * len(s))), clicks()),
+    "in-batch softmax, one micro-batch": Case(InBatch, clicks(), options=ONE),
+    "batch norm, one micro-batch": Case(lambda: Scores(middle=nn.BatchNorm1d(8)), clicks(), options=ONE),
+    "a buffer that learns, one micro-batch": Case(Calibrated, clicks(), options=ONE),
+    "layer norm": Case(lambda: Scores(middle=nn.LayerNorm(8)), clicks()),
+    "no dropout in eval": Case(lambda: Scores(middle=nn.Dropout(0.0)), clicks()),
+    "a gradient in the loss": Case(GradientPenalty, clicks()),
+    "bfloat16": Case(loss(half_precision), clicks(), tolerance=0.02),
+    "bfloat16, other samples": Case(loss(half_precision), clicks(samples=[16, 13, 7]), tolerance=0.02),
+    "batches of one sample": Case(loss(lambda s, b: bce(s, b.label)), clicks(samples=1, steps=6)),
+}
+
+REFUSED = {
+    "a sum for a mean": Case(loss(lambda s, b: bce(s, b.label, reduction="sum")), clicks(), r"reduction='sum'"),
+    "a mean for a sum": Case(Scores, clicks(), WHY, SUM),
+    "predictions for losses": Case(output(lambda m, s, b: s), clicks(), r"9 losses.*return \(loss, predictions\)"),
+    "one loss where each sample has one": Case(
+        Scores, clicks(), r"reduction='none' it returns one for each sample", NONE
+    ),
+    "a dict of losses": Case(output(lambda m, s, b: ({"ctr": bce(s, b.label)}, s)), clicks(), "first part is a dict"),
+    "no loss": Case(output(lambda m, s, b: None), clicks(), "it returned NoneType"),
+    "a number": Case(output(lambda m, s, b: float(bce(s, b.label))), clicks(), "it returned float"),
+    "an integer tensor": Case(output(lambda m, s, b: s.sum().long()), clicks(), "int64"),
+    "a weighted mean": Case(loss(weighted_mean), clicks(weights), WHY),
+    "a weighted mean whose first weights are 1": Case(loss(weighted_mean), clicks(weights_later), WHY, later=True),
+    "over clicked samples": Case(output(clicked_only), clicks(), WHY + "|finite"),
+    "over labels that are there": Case(MaskedMean, clicks(with_holes(0)), WHY + "|finite"),
+    "over labels that are all there at first": Case(MaskedMean, clicks(with_holes(1)), WHY + "|finite", later=True),
+    "over tokens": Case(TokenMeans, clicks(), WHY + "|finite"),
+    "in-batch softmax": Case(InBatch, clicks(), "in-batch negatives"),
+    "in-batch softmax only in training": Case(OnlyInTraining, clicks(), "in-batch negatives"),
+    "in-batch softmax, one sample first": Case(InBatch, clicks(samples=[1, 8, 8]), "in-batch negatives"),
+    "in-batch softmax, one sample in each batch": Case(
+        InBatch, clicks(samples=[1, 1, 1, 8]), "in-batch negatives", later=True
+    ),
+    "not a number": Case(Huge, clicks(), "is nan|is inf"),
+    "the norm of the batch": Case(lambda: Penalised(lambda rows: rows.norm()), clicks(), WHY),
+    "the largest error": Case(loss(lambda s, b: (s - b.label).abs().max()), clicks(), WHY),
+    "the deviation of the scores": Case(loss(lambda s, b: bce(s, b.label) + s.std()), clicks(), WHY + "|finite"),
+    "pairs of the batch": Case(loss(lambda s, b: F.softplus(s[:-1] - s[1:]).mean()), clicks(), WHY),
+    "a square of the mean": Case(loss(lambda s, b: (s.mean() - b.label.mean()).square()), clicks(), WHY),
+    "batch norm": Case(lambda: Scores(middle=nn.BatchNorm1d(8)), clicks(), r"net\.1 \(BatchNorm1d\)"),
+    "batch norm that a function does": Case(
+        loss(lambda s, b: bce(F.batch_norm(s[:, None], None, None, training=True)[:, 0], b.label)), clicks(), WHY
+    ),
+    "a buffer that learns": Case(Calibrated, clicks(), "buffer 'average' changes"),
+    "an attribute that changes the loss": Case(Counting, clicks(), "two passes over the same batch"),
+    "random negatives drawn in the loss": Case(
+        loss(lambda s, b: (s - torch.rand(len(s))).square().mean()), clicks(), "draws random numbers"
+    ),
+    "a count that needs a gradient": Case(
+        loss(lambda s, b: Summed(s.sum(), s.exp().sum())), clicks(), "count", later=True
+    ),
+    "a count of each sample": Case(loss(lambda s, b: Summed(s.sum(), torch.ones(len(s)))), clicks(), "count"),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_trained(name):
+    said = verdict(EQUAL[name])
+    assert as_expected(EQUAL[name], said), said
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    said = verdict(REFUSED[name])
+    assert as_expected(REFUSED[name], said), said
+
+
+ON_TWO = tuple(name for name in EQUAL if "sum" in name and "micro" not in name or "uneven" in name or "count" in name)
+
+
+def verdicts(names) -> dict[str, str]:
+    return {name: verdict(EQUAL[name]) for name in names}
+
+
+@pytest.mark.parametrize("names", [ON_TWO, pytest.param(tuple(EQUAL), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_on_two_ranks(pool2, names):
+    for said in pool2.run(verdicts, names):
+        assert {name: what for name, what in said.items() if what != "equal"} == {}
+
+
+@pytest.mark.parametrize("middle", [nn.Dropout(0.3), nn.AlphaDropout(0.2)])
+def test_dropout_trains(middle):
+    pipeline = NestPipeline(Scores(middle=middle), sgd, RULE, micro_batches=3)
+    batches = iter(clicks()())
+    assert [pipeline.progress(batches).loss > 0 for _ in range(4)] == [True] * 4
+    pipeline.close()
+
+
+def test_autocast_around_progress():
+    """It holds for the thread that calls progress(); the model runs there."""
+    with torch.autocast("cpu", torch.bfloat16):
+        pipeline = NestPipeline(Scores(bags()), sgd, RULE, micro_batches=3)
+        pipeline.progress(iter(clicks()()))
+        assert pipeline.output.dtype == torch.bfloat16
+        pipeline.close()
