@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +21,6 @@ from tests.support.adoption_cases import (
     DIM,
     RULE,
     Case,
-    Clicks,
     Scores,
     as_expected,
     bags,

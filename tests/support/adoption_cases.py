@@ -128,7 +128,8 @@ class Scores(nn.Module):
 class Case:
     """``refused``: a pattern of the message that is expected; empty if the model must train as in a plain loop.
 
-    ``later``: it is refused in a later step than the first, so the model is not given back as it was. ``options``: for NestPipeline. ``dense``: the factory of the dense optimizer. ``prepare``: what the plain loop does
+    ``later``: it is refused in a later step than the first, so the model is not given back as it was.
+    ``options``: for NestPipeline. ``dense``: the factory of the dense optimizer. ``prepare``: what the plain loop does
     with a batch before its model, for cases with preprocess=. ``each(step, model)``: called after each step.
     """
 
