@@ -19,6 +19,7 @@ from nestpipe.adoption.separable import Looks
 from nestpipe.adoption.undisturbed import undisturbed
 from nestpipe.data.batch import Batch
 from tests.support.adoption_cases import RULE, Scores, clicks, sgd
+from tests.support.example_modules import example
 
 bce = F.binary_cross_entropy_with_logits
 
@@ -54,7 +55,7 @@ DETACHED = {
 
 @pytest.mark.parametrize("name", DETACHED)
 def test_a_gradient_that_mixes_samples_is_found_though_the_loss_does_not(name):
-    with pytest.raises(NotSeparable, match="the gradient of .* is not the sum over its parts"):
+    with pytest.raises(NotSeparable, match=r"the gradient of .* is not the sum over its parts"):
         losses(Mixing(DETACHED[name]))
 
 
@@ -282,7 +283,7 @@ def test_which_micro_batches_are_looked_at():
             for m, part in enumerate(p for p in batch.split(micro_batches) if len(p)):
                 if looks.is_due(part):
                     found.append((number, m))
-                    if len(part) > 1 or m > 0 and found[-2:-1] == [(number, m - 1)]:
+                    if len(part) > 1 or (m > 0 and found[-2:-1] == [(number, m - 1)]):
                         looks.looked()
         return found
 
@@ -296,3 +297,18 @@ def test_a_look_costs_no_random_numbers_and_no_bits():
     one = losses(Scores(middle=nn.Dropout(0.5)), steps=5, check=True)
     torch.manual_seed(5)
     assert losses(Scores(middle=nn.Dropout(0.5)), steps=5, check=False) == one
+
+
+def test_the_readmes_example_of_a_token_mean_is_the_plain_mean(capsys):
+    token_mean = example("token_mean")
+    torch.manual_seed(1)
+    model, wanted = token_mean.NextItem(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for batch in token_mean.batches(0, 20):
+        loss = model(batch)
+        (loss.total / loss.count).backward()
+        wanted.append(float(loss.total / loss.count))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert token_mean.main(steps=20) == pytest.approx(wanted, rel=1e-4) and wanted[-1] < wanted[0]
+    assert "step 20: loss" in capsys.readouterr().out
