@@ -16,7 +16,7 @@ pytest.importorskip("torchrec")
 
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from tests.support.adoption_cases import DIM, ROWS, Case, Clicks, Scores, as_expected, bags, clicks, keyed, verdict
+from tests.support.adoption_cases import ROWS, Case, Clicks, Scores, as_expected, bags, clicks, keyed, verdict
 
 
 def times(factor):
@@ -168,7 +168,9 @@ EQUAL = {
     "a dict of constants": Case(
         times(lambda b: b.extra["w"] * b.extra["more"]["v"]), clicks(lambda i, n, g: {"w": i + 1.0, "more": {"v": 2}})
     ),
-    "temperature in a tensor without dims": Case(times(lambda b: b.extra), clicks(lambda i, n, g: torch.tensor(1.0 + i))),
+    "temperature in a tensor without dims": Case(
+        times(lambda b: b.extra), clicks(lambda i, n, g: torch.tensor(1.0 + i))
+    ),
     "strings, one for each sample": Case(
         times(lambda b: torch.tensor([LENGTHS[s] for s in b.extra])),
         clicks(lambda i, n, g: [list(LENGTHS)[(i + j) % 3] for j in range(n)]),
@@ -202,7 +204,9 @@ EQUAL = {
         Candidates, clicks(lambda i, n, g: torch.randint(0, 30, (n,), generator=g)), options=SHARED
     ),
     "a tuple": Case(
-        of(lambda b: Clicks(b[0], b[1], b[2])), clicks(change=lambda i, b: (b.sparse, b.dense, b.label)), size=lambda b: len(b[2])
+        of(lambda b: Clicks(b[0], b[1], b[2])),
+        clicks(change=lambda i, b: (b.sparse, b.dense, b.label)),
+        size=lambda b: len(b[2]),
     ),
     "a dict": Case(
         of(lambda b: Clicks(**b)), clicks(change=lambda i, b: dict(vars(b))), size=lambda b: len(b["label"])
@@ -256,7 +260,9 @@ REFUSED = {
         of(lambda b: b), clicks(change=lambda i, b: Own(b.sparse, b.dense, b.label, 1.0)), "own_types="
     ),
     "a set": Case(times(lambda b: 1.0), clicks(lambda i, n, g: {1, 2}), r"batch\.extra is a set"),
-    "a sparse tensor": Case(times(lambda b: 1.0), clicks(lambda i, n, g: torch.eye(n).to_sparse()), r"batch\.extra.*sparse"),
+    "a sparse tensor": Case(
+        times(lambda b: 1.0), clicks(lambda i, n, g: torch.eye(n).to_sparse()), r"batch\.extra.*sparse"
+    ),
     "ids that are floats": Case(
         Scores, clicks(change=lambda i, b: replace(b, sparse=floats(b.sparse))), "float32.*integer"
     ),
@@ -269,7 +275,10 @@ REFUSED = {
         later=True,
     ),
     "an id beyond the table, later": Case(
-        Scores, clicks(change=lambda i, b: replace(b, sparse=beyond(b.sparse)) if i == 2 else b), f"{ROWS - 1}", later=True
+        Scores,
+        clicks(change=lambda i, b: replace(b, sparse=beyond(b.sparse)) if i == 2 else b),
+        f"{ROWS - 1}",
+        later=True,
     ),
 }
 

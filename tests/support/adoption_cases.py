@@ -49,9 +49,7 @@ def bags(names: Iterable[str] = "ab", prefix: str = "t_", weighted: bool = False
 
 
 def sequences(names: Iterable[str] = "ab", need_indices: bool = False) -> EmbeddingCollection:
-    tables = [
-        EmbeddingConfig(num_embeddings=ROWS, embedding_dim=DIM, name=f"s_{n}", feature_names=[n]) for n in names
-    ]
+    tables = [EmbeddingConfig(num_embeddings=ROWS, embedding_dim=DIM, name=f"s_{n}", feature_names=[n]) for n in names]
     return EmbeddingCollection(tables=tables, need_indices=need_indices)
 
 
@@ -130,8 +128,10 @@ class Scores(nn.Module):
 class Case:
     """``refused``: a pattern of the message that is expected; empty if the model must train as in a plain loop.
 
-    ``later``: it is refused in a later step than the first, so the model is not given back as it was. ``options``: for NestPipeline. ``dense``: the factory of the dense optimizer. ``prepare``: what the plain loop does
-    with a batch before its model, for cases with preprocess=. ``each(step, model)``: called after each step.
+    ``later``: it is refused in a later step than the first, so the model is not given back as it was. ``options``: for
+    NestPipeline. ``dense``: the factory of the dense optimizer. ``prepare``: what the plain loop does with a batch
+    before its model, for cases with preprocess=. ``size``: the samples of a batch. ``each(step, model, optimizer)``:
+    called after each step.
     """
 
     model: Callable[[], nn.Module]
