@@ -116,7 +116,7 @@ REFUSED = {
     "in-batch softmax only in training": Case(OnlyInTraining, clicks(), "in-batch negatives"),
     "in-batch softmax, one sample first": Case(InBatch, clicks(samples=[1, 8, 8]), "in-batch negatives"),
     "in-batch softmax, one sample in each batch": Case(
-        InBatch, clicks(samples=[1, 1, 1, 8]), "in-batch negatives", later=True
+        InBatch, clicks(samples=[1, 1, 8]), "in-batch negatives", later=True
     ),
     "not a number": Case(Huge, clicks(), "is nan|is inf"),
     "the norm of the batch": Case(lambda: Penalised(lambda rows: rows.norm()), clicks(), WHY),
@@ -169,7 +169,7 @@ def test_on_two_ranks(pool2, names):
 def test_dropout_trains(middle):
     pipeline = NestPipeline(Scores(middle=middle), sgd, RULE, micro_batches=3)
     batches = iter(clicks()())
-    assert [pipeline.progress(batches).loss > 0 for _ in range(4)] == [True] * 4
+    assert [pipeline.progress(batches).loss > 0 for _ in range(3)] == [True] * 3
     pipeline.close()
 
 
