@@ -254,7 +254,7 @@ def train_nest(model: nn.Module, batches: Iterator[Any], rule: SparseOptimizer |
 
 
 def gaps(name: str) -> tuple[str, float, float, float, float, int]:
-    """On a rank: the refusal, gaps of losses (relative), tables and weights, how far tables moved, number of weights."""
+    """On a rank: the refusal, gaps of losses , tables and weights, how far tables moved, number of weights."""
     torch.set_num_threads(1)
     case = MODELS[name]
     try:
