@@ -88,7 +88,10 @@ class Trainer(Protocol):
         ...
 
     def progress(self, batches: Iterator[Batch]) -> StepResult:
-        """Run one step. Raises StopIteration when the data of all ranks has ended and no batch is in flight."""
+        """Run one step. Raises StopIteration when the data of all ranks has ended and no batch is in flight.
+
+        Another thread may read the iterator, some batches ahead.
+        """
         ...
 
     def take_spans(self) -> list[Span]:

@@ -77,7 +77,7 @@ class AdoptedModel(nn.Module):
             whole, index = part, torch.arange(len(part))
         else:
             return
-        with torch.no_grad(), undisturbed(self.model):
+        with undisturbed(self.model):
             parts = [self._sums(whole, rows, i) for i in (index, *(h for h in separable.halves(len(whole))))]
         separable.require_equal_sums(parts[0], parts[1:])
 
@@ -117,7 +117,7 @@ def discover(
         with lookups.using(FromTables(tables, part, handed, record)):
             return model(users)
 
-    with undisturbed(model), torch.no_grad():
+    with undisturbed(model):
         total, count = losses.of(run(batch, reads), len(batch))
         if check:
             first = _detached(total, count)

@@ -132,7 +132,7 @@ class BatchFormat:
                 if not _is_integer(jagged.flat):
                     raise BatchError(f"{source} holds ids of type {jagged.flat.dtype}; ids must be integers")
                 name = feature_name(table, source)
-                sparse[name] = Jagged(jagged.flat.long(), jagged.counts)
+                sparse[name] = jagged if jagged.flat.dtype == torch.int64 else Jagged(jagged.flat.long(), jagged.counts)
                 features[table] = (*features.get(table, ()), name)
         numbers = torch.arange(first_id, first_id + samples)
         return Batch(sparse, numbers, extra, reads=features, form=_Form(rebuild, leaves, first_id))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nestpipe.data.tables import TableConfig
@@ -113,11 +114,14 @@ def table_configs(collections: Mapping[str, Any]) -> tuple[TableConfig, ...]:
         for config in configs_of(collection):
             if config.data_type.name != "FP32":
                 raise ValueError(f"table '{config.name}' of {path} is {config.data_type.name}; the engine needs FP32")
+            weight = tables_of(collection)[config.name].weight
+            if weight.dtype != torch.float32:
+                raise ValueError(f"table '{config.name}' of {path} is {weight.dtype}; the engine needs torch.float32")
             if config.name in (table.name for table in tables):
                 raise ValueError(f"two collections have a table '{config.name}'; give it another name in {path}")
             scale = config.num_embeddings**-0.5  # torchrec's default range
-            frozen = not tables_of(collection)[config.name].weight.requires_grad
-            tables.append(TableConfig(config.name, config.num_embeddings, config.embedding_dim, (), scale, frozen))
+            name, rows, dim = config.name, config.num_embeddings, config.embedding_dim
+            tables.append(TableConfig(name, rows, dim, (), scale, frozen=not weight.requires_grad))
     if len({table.dim for table in tables}) > 1:
         dims = ", ".join(f"{table.name} {table.dim}" for table in tables)
         raise ValueError(

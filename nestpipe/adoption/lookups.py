@@ -211,10 +211,11 @@ class FromTables:
             bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise BatchError(f"the model looks up id {bad} in table '{name}', which has rows 0..{len(table) - 1}")
         if not table.is_meta:
-            return table.detach()[ids]
+            return table.detach()[ids].requires_grad_(table.requires_grad)
         spread = len(table) ** -0.5  # torchrec's default range
         column = torch.arange(table.shape[1])
-        return (((ids[:, None] * 7919 + column * 104729) % 2003).float() / 1001 - 1) * spread
+        values = (((ids[:, None] * 7919 + column * 104729) % 2003).float() / 1001 - 1) * spread
+        return values.requires_grad_(table.requires_grad)
 
 
 class FromEngine:
@@ -228,6 +229,8 @@ class FromEngine:
     def select(self, part: Batch, handed: Sequence[HandedOut], index: Tensor) -> FromEngine:
         """The same for the samples ``index`` (int64 [k]); ``part`` is the micro-batch of only these."""
         rows = {name: Jagged(jagged.flat.detach(), jagged.counts).select(index) for name, jagged in self._rows.items()}
+        for name, jagged in rows.items():
+            jagged.flat.requires_grad_(self._rows[name].flat.requires_grad)
         return FromEngine(rows, part, handed)
 
     def joined(self, other: FromEngine) -> FromEngine:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.adoption.adopted import AdoptedModel, adopt_collections, copied, discover, release
-from nestpipe.adoption.batches import BatchFormat, Reads
+from nestpipe.adoption.batches import BatchFormat, Reads, sources
 from nestpipe.adoption.collections import (
     find_collections,
     require_adoptable,
@@ -230,7 +230,7 @@ class NestPipeline:
             if raw is not None:
                 reads = replace(self._reads, tables={}, seen=set())
                 batch = self._form.to_batch(raw, 0, reads)
-                reads.seen.update(path for path in batch.form.leaves)
+                reads.seen.update(source.path for source in sources(batch))
                 found = discover(
                     self._model, tables, self._lookups, self._form, self._losses, batch, reads, self._check
                 )

@@ -81,7 +81,7 @@ def changed_buffers(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
 
 
 def _is_rate(module: nn.Module, name: str) -> bool:
-    kind = nn.modules.dropout._DropoutNd if name == "p" else nn.MultiheadAttention
+    kind = nn.modules.dropout._DropoutNd if name == "p" else (nn.MultiheadAttention, nn.RNNBase)
     return isinstance(module, kind) and isinstance(vars(module).get(name), float | int)
 
 

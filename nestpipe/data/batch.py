@@ -113,10 +113,13 @@ class Batch:
                 tensor.record_stream(stream)
 
     def _map(self, function: Any, samples: int) -> Batch:
+        # Ids may be in both mappings: what is one object stays one, and is cut once.
+        objects = {id(value): value for value in (*self.sparse.values(), *self.extra.values())}
+        done = {key: function(value) for key, value in objects.items()}
         return replace(
             self,
-            sparse={name: function(value) for name, value in self.sparse.items()},
-            extra={name: function(value) for name, value in self.extra.items()},
+            sparse={name: done[id(value)] for name, value in self.sparse.items()},
+            extra={name: done[id(value)] for name, value in self.extra.items()},
             sample_ids=function(self.sample_ids),
             share=self.share * samples / len(self) if len(self) else 0.0,
         )
