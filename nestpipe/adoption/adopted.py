@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,6 @@ class AdoptedModel(nn.Module):
         self._summed = summed
         self._batch_norms = separable.batch_norms(model) if micro_batches > 1 else {}
         self._looks = separable.Looks(micro_batches) if looks else None
-        self._previous: tuple[Batch, FromEngine] | None = None
         self.outputs: list[tuple[Tensor, Any]] = []
 
     def forward(self, part: Batch) -> Tensor | tuple[Tensor, Tensor]:
@@ -70,14 +69,8 @@ class AdoptedModel(nn.Module):
 
     def _look_again(self, looks: separable.Looks, part: Batch, rows: FromEngine) -> None:
         """Compare the losses of ``part`` and of its halves, with the rows that it got."""
-        previous, self._previous = self._previous, None
         if not looks.is_due(part):
             return
-        if len(part) == 1:
-            if previous is None or previous[0].form is not part.form:
-                self._previous = part, rows
-                return
-            rows, part = previous[1].joined(rows), separable.joined(previous[0], part)
         looks.looked()
         with undisturbed(self.model) as pass_:
             buffers = copied_buffers(self.model)
@@ -90,9 +83,10 @@ class AdoptedModel(nn.Module):
                 return _sums(total, count, pass_.precision)
 
             whole = sums(torch.arange(len(part)))
-            parts = [sums(index) for index in separable.halves(len(part))]
+            parts = _of_halves(sums, len(part))
             separable.require_same_buffers(changed_buffers(self.model, buffers))
-        separable.require_equal_sums(whole, parts, self._losses.reduction)
+        if parts:
+            separable.require_equal_sums(whole, parts, self._losses.reduction)
 
 
 @dataclass(frozen=True)
@@ -137,11 +131,23 @@ def discover(
             again = sums(batch, None, False)
             separable.require_same_buffers(changed_buffers(model, buffers))
             separable.require_stateless(first, again)
-            parts = [sums(batch.select(i), None, True) for i in separable.halves(len(batch)) if len(i)]
+            parts = _of_halves(lambda index: sums(batch.select(index), None, True), len(batch))
             separable.require_same_buffers(changed_buffers(model, buffers))
-            if len(parts) > 1:
+            if parts:
                 separable.require_equal_sums(first, parts, losses.reduction)
     return Discovery(reads, first.count is not None)
+
+
+def _of_halves(sums: Callable[[Tensor], separable.Sums], samples: int) -> list[separable.Sums]:
+    """What ``sums`` gives for both halves; nothing if there is one sample, or if the model cannot take a single one."""
+    if samples < 2:
+        return []
+    try:
+        return [sums(index) for index in separable.halves(samples)]
+    except Exception:  # whatever a user's model raises
+        if samples > 3:
+            raise
+        return []
 
 
 def _gradients(model: nn.Module, rows: FromTables, total: Tensor) -> dict[str, Tensor] | None:

@@ -236,16 +236,6 @@ class FromEngine:
             jagged.flat.requires_grad_(self._rows[name].flat.requires_grad)
         return FromEngine(rows, part, handed)
 
-    def joined(self, other: FromEngine) -> FromEngine:
-        """The rows of both, for the samples of both; only ``select`` may be called on it."""
-        rows = {
-            name: Jagged(
-                torch.cat([one.flat, other._rows[name].flat]), torch.cat([one.counts, other._rows[name].counts])
-            )
-            for name, one in self._rows.items()
-        }
-        return FromEngine(rows, self._part, ())
-
     def rows(self, collection: str, slots: Sequence[Slot], asked: Any) -> list[Tensor]:
         path = _untouched_path(self._handed, asked)
         if path is not None:

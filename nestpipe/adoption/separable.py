@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestpipe.data.batch import Batch, Jagged
+from nestpipe.data.batch import Batch
 
 #: Relative difference of losses that rounding may explain, in float32 and in units of a coarser type's precision.
 _TOLERANCE, _ROUNDINGS = 1e-4, 3
@@ -157,7 +157,7 @@ class Looks:
     _waiting: bool = False
 
     def is_due(self, part: Batch) -> bool:
-        """Whether to look at ``part``, a micro-batch with samples, or at the next one if it has only one sample."""
+        """Whether to look at ``part``, a micro-batch with samples."""
         if part.form is not self._form:
             samples = round(len(part) / part.share) if part.share else 0
             self._form, self._part, self._waiting = part.form, 0, samples > 1
@@ -165,27 +165,13 @@ class Looks:
                 self._batch += 1
                 self._waiting = self._batch < _FIRST or self._batch % _EVERY == 0
                 turn = self._batch if self._batch < _FIRST else self._batch // _EVERY
-                # Not the last one: two that have one sample each are looked at together.
-                self._turn = turn % max(1, min(self.micro_batches, samples) - 1)
+                self._turn = turn % min(self.micro_batches, samples // 2)
         self._part += 1
         return self._waiting and self._part > self._turn
 
     def looked(self) -> None:
         """This batch has been looked at."""
         self._waiting = False
-
-
-def joined(one: Batch, other: Batch) -> Batch:
-    """The samples of both; they are parts of one batch."""
-    extra = {name: _joined(value, other.extra[name]) for name, value in one.extra.items()}
-    sparse = {name: _joined(value, other.sparse[name]) for name, value in one.sparse.items()}
-    return Batch(sparse, torch.cat([one.sample_ids, other.sample_ids]), extra, reads=one.reads, form=one.form)
-
-
-def _joined(one: Any, other: Any) -> Any:
-    if isinstance(one, Tensor):
-        return torch.cat([one, other])
-    return Jagged(torch.cat([one.flat, other.flat]), torch.cat([one.counts, other.counts]))
 
 
 def _eps(value: Tensor) -> float:

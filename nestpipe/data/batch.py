@@ -95,12 +95,14 @@ class Batch:
         return self._map(lambda x: x.select(index) if isinstance(x, Jagged) else x[index], len(index))
 
     def split(self, micro_batches: int) -> list[Batch]:
-        """``micro_batches`` consecutive parts whose sizes differ by at most one.
+        """``micro_batches`` consecutive parts. The sizes of those that have samples differ by at most one.
 
-        A batch with fewer samples gives empty parts at the end: zero samples are valid everywhere.
+        A batch with fewer samples gives empty parts at the end: zero samples are valid everywhere. A batch of a user's
+        own type is not cut into single samples, since many models squeeze their scores and so cannot take one.
         """
-        size, larger = divmod(len(self), micro_batches)
-        bounds = [m * size + min(m, larger) for m in range(micro_batches + 1)]
+        filled = micro_batches if self.form is None else min(micro_batches, max(1, len(self) // 2))
+        size, larger = divmod(len(self), filled)
+        bounds = [min(m, filled) * size + min(m, larger) for m in range(micro_batches + 1)]
         return [self.narrow(a, b) for a, b in pairwise(bounds)]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:

@@ -168,3 +168,11 @@ def test_shared_tensors_are_whole_in_every_part():
     batch = {"x": torch.zeros(5, 2), "negatives": torch.arange(7), "ids": keys(5, 1)}
     for part in BatchFormat(shared=["negatives"]).to_batch(batch, 0, NO_READS).split(3):
         assert torch.equal(BatchFormat().from_batch(part)[0]["negatives"], torch.arange(7))
+
+
+@pytest.mark.parametrize(
+    ("samples", "sizes"), [(9, [3, 2, 2, 2]), (7, [3, 2, 2, 0]), (3, [3, 0, 0, 0]), (1, [1, 0, 0, 0])]
+)
+def test_a_batch_is_not_cut_into_single_samples(samples, sizes):
+    batch = BatchFormat().to_batch({"dense": torch.rand(samples, 2)}, 0, NO_READS)
+    assert [len(part) for part in batch.split(4)] == sizes

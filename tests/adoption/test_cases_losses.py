@@ -87,6 +87,9 @@ EQUAL = {
     "in-batch softmax, one micro-batch": Case(InBatch, clicks(), options=ONE),
     "batch norm, one micro-batch": Case(lambda: Scores(middle=nn.BatchNorm1d(8)), clicks(), options=ONE),
     "a buffer that learns, one micro-batch": Case(Calibrated, clicks(), options=ONE),
+    "scores that are squeezed, so one sample is an error": Case(
+        loss(lambda s, b: bce(s.squeeze(), b.label)), clicks(samples=[9, 5, 3]), options={"micro_batches": 8}
+    ),
     "layer norm": Case(lambda: Scores(middle=nn.LayerNorm(8)), clicks()),
     "no dropout in eval": Case(lambda: Scores(middle=nn.Dropout(0.0)), clicks()),
     "a gradient in the loss": Case(GradientPenalty, clicks()),
