@@ -288,7 +288,7 @@ def test_which_micro_batches_are_looked_at():
         return found
 
     assert looked([8] * 40) == [(b, b % 3) for b in range(8)] + [(16, 1), (32, 2)]
-    assert looked([1, 1, 8]) == [(2, 0)]  # a sample alone has nothing to be compared with
+    assert looked([1, 1, 8]) == [(2, 0)]  # a single sample has nothing to be compared with
     assert looked([2] * 3) == [(b, m) for b in range(3) for m in range(2)]  # two samples, together
 
 
