@@ -58,7 +58,7 @@ class StepResult:
     """The result of one step on one rank.
 
     ``loss``: this rank's share, the sum of its per-sample losses divided by the samples of the global batch (or see
-    DivideBy). ``global_loss``: the sum of all ranks' shares, in float32; None if the method does not compute it.
+    DivideBy). ``global_loss``: the sum of all ranks' shares; None if the method does not compute it.
     ``samples``: the number of this rank's samples. ``embedding_bytes``: embedding
     rows that this rank received from other ranks and gradient rows that it sent to them in this step.
     ``minimum_embedding_bytes``: the same if each distinct key were sent once per batch. ``duplication_factor``: keys

@@ -104,7 +104,7 @@ class AdoptedBags(EmbeddingBagCollection):
             raise ValueError(
                 f"the embedding bags of {keys} are weighted, but the batch's KeyedJaggedTensor has no weights"
             )
-        ids = asked.to_dict() if len(asked.lengths()) else {}
+        ids = _by_key(asked)
         pooled = [
             pool(found, ids[slot.key].lengths(), slot.pooling, ids[slot.key].weights() if self._is_weighted else None)
             for slot, found in zip(slots, rows, strict=True)
@@ -130,10 +130,10 @@ class AdoptedSequences(EmbeddingCollection):
         asked = maybe_td_to_kjt(features, None)
         slots = self.adopted.slots
         rows = self.adopted.lookups.rows(self.adopted.path, slots, asked)
-        ids = asked.to_dict()
+        ids = _by_key(asked)
         return {
             slot.name: JaggedTensor(
-                values=found,
+                values=found.clone(),  # the model may change it in place, and look the same ids up again
                 lengths=ids[slot.key].lengths(),
                 weights=ids[slot.key].values() if self._need_indices else None,
             )

@@ -131,8 +131,6 @@ class Engine:
         self._source.give(range(step + ahead, step + ahead + 1), batches)
         self._lanes.run_step(step)
         self._lanes.wait(Ref("O", step))
-        if self._stages.turns.active:
-            self._lanes.wait(Ref("P", step + ahead))
         return self._stages.take_result(step)
 
     def take_spans(self) -> list[Span]:
