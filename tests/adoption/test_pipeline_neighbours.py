@@ -270,7 +270,7 @@ def test_detach_after_a_failure_is_refused():
 
 def test_averaged_copies_follow_the_dense_weights():
     model = Scores()
-    pipeline, batches = pipeline_of(model), iter(clicks()())
+    pipeline, batches = pipeline_of(model), iter(clicks(steps=4)())
     pipeline.progress(batches)
     ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     wanted = model.net[0].weight.detach().clone()

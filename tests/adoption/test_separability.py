@@ -306,8 +306,9 @@ def test_the_readmes_example_of_a_token_mean_is_the_plain_mean(capsys):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for batch in token_mean.batches(0, 20):
         loss = model(batch)
-        (loss.total / loss.count).backward()
-        wanted.append(float(loss.total / loss.count))
+        mean = loss.total / loss.count
+        mean.backward()
+        wanted.append(float(mean.detach()))
         optimizer.step()
         optimizer.zero_grad()
     assert token_mean.main(steps=20) == pytest.approx(wanted, rel=1e-4) and wanted[-1] < wanted[0]
