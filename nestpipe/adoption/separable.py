@@ -32,7 +32,7 @@ class Sums:
     """What a forward pass over some samples gave, detached.
 
     ``total``: the sum of their losses; ``count``: None unless the model returns Summed. ``precision``: of the coarsest
-    type of numbers in the pass, 0 for float32 alone. ``gradients``: of ``total``, by weight; None if not computed.
+    type of numbers in the pass, 0 for float32. ``gradients``: of ``total``, by weight; None if not computed.
     """
 
     total: Tensor
