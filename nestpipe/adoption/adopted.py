@@ -27,7 +27,7 @@ class AdoptedModel(nn.Module):
     """``model``, whose collections are adopted, with rows from ``embeddings`` (the engine's).
 
     ``outputs``: of the micro-batches since the last ``clear``, the numbers of their samples and what the model
-    returned beside the loss. ``looks``: whether to look again at later batches, see ``separable``.
+    returned next to the loss. ``looks``: whether to look again at later batches, see ``separable``.
     """
 
     def __init__(

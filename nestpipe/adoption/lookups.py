@@ -267,7 +267,7 @@ def _untouched_path(handed: Sequence[HandedOut], asked: Any) -> str | None:
 
 def _by_key(asked: Any) -> Mapping[str, Any]:
     if not len(asked.lengths()):  # no samples: torchrec cannot split those by key
-        none = JaggedTensor(values=asked.values(), lengths=asked.lengths())
+        none = JaggedTensor(values=asked.values(), lengths=asked.lengths(), weights=asked.weights_or_none())
         return dict.fromkeys(asked.keys(), none)
     return asked.to_dict()
 

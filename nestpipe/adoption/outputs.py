@@ -15,7 +15,7 @@ from nestpipe.data.batch import Jagged
 
 
 def second_part(output: Any) -> Any:
-    """What a model returns beside its loss: None, the second part of a pair, or a tuple of all others. Detached."""
+    """What a model returns next to its loss: None, the second part of a pair, or a tuple of all others. Detached."""
     if not isinstance(output, tuple | list) or len(output) < 2:
         return None
     return detached(output[1] if len(output) == 2 else tuple(output[1:]))
@@ -39,7 +39,7 @@ def merged(pieces: Sequence[Any], numbers: Sequence[Tensor]) -> Any:
 
 
 def in_order(pieces: Sequence[Any], numbers: Sequence[Tensor]) -> list[Any]:
-    """``pieces`` cut anew, so that their samples are in the order of their numbers from piece to piece."""
+    """``pieces`` cut again, so that their samples are in the order of their numbers from piece to piece."""
     every = torch.cat(list(numbers)) if numbers else torch.empty(0)
     if bool((every[1:] >= every[:-1]).all()):
         return list(pieces)

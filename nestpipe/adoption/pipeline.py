@@ -166,7 +166,7 @@ class NestPipeline:
 
     @property
     def outputs(self) -> list[Any]:
-        """What the model returned beside its loss in the last step, detached, in the order of the batch.
+        """What the model returned next to its loss in the last step, detached, in the order of the batch.
 
         A list with one piece for each micro-batch that had samples. See ``output`` for all in one.
         """

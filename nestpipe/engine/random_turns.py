@@ -32,11 +32,11 @@ class RandomTurns:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._passes = 0
+        self._reads = self._passes = 0
+        self._seen = torch.empty(0, dtype=torch.uint8)  # the generator's state after the watched reads
         self._passes_draw = False
         self._reads_draw = False
         self._undecided = True
-        self._first_state: Tensor | None = None  # before the first read
         self._state: Tensor | None = None  # of passes, if reads draw
 
     @property
@@ -54,21 +54,18 @@ class RandomTurns:
         self._undecided = False
         self._reads_draw = ahead == 1 or (ahead > 1 and self._reads_draw)
         if self._reads_draw:
-            # Not the state of now: a read that is not watched may be drawing at this moment.
-            first = torch.get_rng_state() if self._first_state is None else self._first_state
-            self._state = torch.Generator().manual_seed(_number(first)).get_state()
+            self._state = torch.Generator().manual_seed(_number(self._seen)).get_state()
 
     @contextmanager
     def reading(self, new_iterator: int, is_alone: bool) -> Iterator[None]:
         """``new_iterator``: its number if this is the first read from an iterator, or 0. ``is_alone``: the pipeline is
         empty."""
-        if self._undecided:
-            with self._lock:  # the first pass may begin before this read ends
-                before = torch.get_rng_state()
-                if self._first_state is None:
-                    self._first_state = before
-                yield
-                self._reads_draw |= not new_iterator and not torch.equal(before, torch.get_rng_state())
+        if self._reads <= WATCHED_READS:  # no pass has begun
+            self._reads += 1
+            before = torch.get_rng_state()
+            yield
+            self._seen = torch.get_rng_state()
+            self._reads_draw |= not new_iterator and not torch.equal(before, self._seen)
         elif new_iterator and not is_alone:
             with self._lock:
                 outside = torch.get_rng_state()

@@ -129,15 +129,15 @@ def test_adopted_collections_answer_as_they_did(asks, kind, seed, one):
     torch.testing.assert_close(*gradients)
 
 
-def without_samples(kjt):
-    return KeyedJaggedTensor(kjt.keys(), kjt.values()[:0], lengths=kjt.lengths()[:0], stride=0)
-
-
-@pytest.mark.parametrize("collection", [bags, sequences])
-def test_micro_batches_without_samples(collection):
-    batch = {"one": without_samples(keys(2, 1)), "x": torch.zeros(0, 3)}
-    for answer in adopted_answer(collection(), [ASKS["whole"]], batch):
-        assert all(not len(value) for value in flat([answer]))
+@pytest.mark.parametrize("kind", ["mean", "weighted", "sequences"])
+def test_micro_batches_without_samples(kind):
+    weighted = kind == "weighted"
+    kjt = keys(2, 1, weighted)
+    weights = kjt.weights()[:0] if weighted else None
+    none = KeyedJaggedTensor(kjt.keys(), kjt.values()[:0], weights, kjt.lengths()[:0], stride=0)
+    collection = sequences() if kind == "sequences" else bags(weighted=weighted)
+    answers = adopted_answer(collection, [ASKS["whole"]], {"one": none, "x": torch.zeros(0, 3)})
+    assert len(answers) == 2 and all(not len(value) for value in flat(answers))
 
 
 def in_place(batch):

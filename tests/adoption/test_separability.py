@@ -287,7 +287,7 @@ def test_which_micro_batches_are_looked_at():
         return found
 
     assert looked([8] * 40) == [(b, b % 4) for b in range(8)] + [(16, 1), (32, 2)]
-    assert looked([1, 1, 8]) == [(2, 0)]  # a sample alone has nothing to be compared with
+    assert looked([1, 1, 8]) == [(2, 0)]  # a single sample has nothing to be compared with
     assert looked([2] * 3) == [(b, 0) for b in range(3)]  # two samples are in one part
 
 
@@ -305,8 +305,9 @@ def test_the_readmes_example_of_a_token_mean_is_the_plain_mean(capsys):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for batch in token_mean.batches(0, 20):
         loss = model(batch)
-        (loss.total / loss.count).backward()
-        wanted.append(float(loss.total / loss.count))
+        mean = loss.total / loss.count
+        mean.backward()
+        wanted.append(float(mean.detach()))
         optimizer.step()
         optimizer.zero_grad()
     assert token_mean.main(steps=20) == pytest.approx(wanted, rel=1e-4) and wanted[-1] < wanted[0]
