@@ -59,7 +59,7 @@ EQUAL = {
         loss(lambda s, b: bce(s, b.label, reduction="none")[:, None]), clicks(), options=NONE
     ),
     "shape [1]": Case(loss(lambda s, b: bce(s, b.label)[None]), clicks()),
-    "the loss alone": Case(output(lambda m, s, b: bce(s, b.label)), clicks()),
+    "only the loss": Case(output(lambda m, s, b: bce(s, b.label)), clicks()),
     "a list": Case(output(lambda m, s, b: [bce(s, b.label), s]), clicks()),
     "three outputs": Case(output(lambda m, s, b: (bce(s, b.label), s, b.label)), clicks()),
     "a pair of scalars": Case(output(lambda m, s, b: (bce(s, b.label), s.mean())), clicks()),
@@ -102,9 +102,7 @@ REFUSED = {
     "a sum for a mean": Case(loss(lambda s, b: bce(s, b.label, reduction="sum")), clicks(), r"reduction='sum'"),
     "a mean for a sum": Case(Scores, clicks(), WHY, SUM),
     "predictions for losses": Case(output(lambda m, s, b: s), clicks(), r"9 losses.*return \(loss, predictions\)"),
-    "one loss where each sample has one": Case(
-        Scores, clicks(), r"reduction='none' it returns one for each sample", NONE
-    ),
+    "one loss for all samples": Case(Scores, clicks(), r"reduction='none' it returns one for each sample", NONE),
     "a dict of losses": Case(output(lambda m, s, b: ({"ctr": bce(s, b.label)}, s)), clicks(), "first part is a dict"),
     "no loss": Case(output(lambda m, s, b: None), clicks(), "it returned NoneType"),
     "a number": Case(output(lambda m, s, b: float(bce(s, b.label))), clicks(), "it returned float"),

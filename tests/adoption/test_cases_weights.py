@@ -1,4 +1,4 @@
-"""Where dense weights start, what copies of a model hold, and the optimizer, in a user's own loop."""
+"""The first values of dense weights, copies of a model, and the optimizer, in a user's own loop."""
 
 from __future__ import annotations
 
