@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +122,8 @@ def table_configs(collections: Mapping[str, Any]) -> tuple[TableConfig, ...]:
                 raise ValueError(f"two collections have a table '{config.name}'; give it another name in {path}")
             scale = config.num_embeddings**-0.5  # torchrec's default range
             name, rows, dim = config.name, config.num_embeddings, config.embedding_dim
-            tables.append(TableConfig(name, rows, dim, (), scale, frozen=not weight.requires_grad))
+            fill = _own_start(config) if weight.is_meta else None
+            tables.append(TableConfig(name, rows, dim, (), scale, not weight.requires_grad, fill))
     if len({table.dim for table in tables}) > 1:
         dims = ", ".join(f"{table.name} {table.dim}" for table in tables)
         raise ValueError(
@@ -129,6 +131,15 @@ def table_configs(collections: Mapping[str, Any]) -> tuple[TableConfig, ...]:
             "embedding_dim, and narrow the output with a Linear if the model needs it"
         )
     return tuple(tables)
+
+
+def _own_start(config: Any) -> Any:
+    """The function that fills a table whose config asks for other first values than torchrec's default, else None."""
+    fill = config.init_fn
+    limits = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
+    stated = config.weight_init_min is not None or config.weight_init_max is not None
+    is_range = isinstance(fill, partial) and fill.func is nn.init.uniform_ and fill.keywords == limits
+    return None if is_range and not stated else fill
 
 
 def whole_tables(collections: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -68,8 +68,8 @@ class NestPipeline:
     fields whose tensors have no row per sample, so that every micro-batch gets them whole. ``own_types``: by type of
     a batch or of a part of it, (take apart into a dict or tuple, put together from such).
 
-    Tables start from the collections' weights. If those are on the meta device, rows are drawn from torchrec's default
-    range as a function of (seed, table, row). Dense weights and buffers start as those of rank 0. The first
+    Tables start from the collections' weights. If those are on the meta device, rows are drawn as their configs say,
+    as a function of (seed, table, row). Dense weights and buffers start as those of rank 0. The first
     ``progress`` is collective and builds the engine. Raises NotSeparable or BatchError. Raises ValueError for a model
     that cannot be adopted, see ``nestpipe.adoption.collections``.
     """

@@ -23,7 +23,7 @@ _INITIAL_BLOCK = 4096
 
 
 def initial_rows(seed: int, table: TableConfig, start: int, stop: int) -> Tensor:
-    """Initial values of rows start..stop-1, float32 [stop - start, dim], uniform in (-scale, scale).
+    """Initial values of rows start..stop-1, float32 [stop - start, dim], uniform in (-scale, scale) or by ``fill``.
 
     A row's values depend only on (seed, table name, row).
     """
@@ -38,8 +38,13 @@ def fill_initial_rows(out: Tensor, seed: int, table: TableConfig, start: int) ->
     generator = torch.Generator()
     for block in range(start // _INITIAL_BLOCK, -(-stop // _INITIAL_BLOCK)):
         first = block * _INITIAL_BLOCK
-        generator.manual_seed(_mix(seed, table.name, block))
-        values = HOST.empty(_INITIAL_BLOCK, table.dim).uniform_(-table.scale, table.scale, generator=generator)
+        number, values = _mix(seed, table.name, block), HOST.empty(_INITIAL_BLOCK, table.dim)
+        if table.fill is None:
+            values.uniform_(-table.scale, table.scale, generator=generator.manual_seed(number))
+        else:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(number)
+                table.fill(values)
         low, high = max(first, start), min(first + _INITIAL_BLOCK, stop)
         out[low - start : high - start] = values[low - first : high - first]
 

@@ -11,7 +11,8 @@ from torch import nn
 pytest.importorskip("torchrec")
 
 from nestpipe.adoption.pipeline import NestPipeline
-from tests.support.adoption_cases import RULE, Scores, bags, clicks, rank, sgd
+from nestpipe.trainer import SparseOptimizer
+from tests.support.adoption_cases import DIM, ROWS, RULE, Scores, bags, clicks, rank, sgd
 
 
 class OnlyTables(nn.Module):
@@ -91,3 +92,24 @@ def test_the_optimizer_is_there_before_the_first_batch_with_names():
     assert pipeline.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     assert NestPipeline(OnlyTables(), sgd, RULE).optimizer is None
     pipeline.close()
+
+
+def first_rows(**options) -> torch.Tensor:
+    """Of a table on the meta device, after a step that changes nothing."""
+    pipeline = NestPipeline(
+        Scores(bags(device="meta", **options)), sgd, SparseOptimizer("sgd", lr=0.0), micro_batches=2
+    )
+    pipeline.progress(iter(clicks()()))
+    rows = pipeline.trainer.table("t_a").clone()
+    pipeline.close()
+    return rows
+
+
+def test_tables_on_the_meta_device_start_as_their_configs_say():
+    usual, limits = first_rows(), first_rows(weight_init_min=0.5, weight_init_max=0.6)
+    assert 0.1 < usual.abs().max() <= ROWS**-0.5 and 0.5 <= limits.min() < limits.max() <= 0.6
+    assert torch.equal(first_rows(init_fn=lambda rows: nn.init.constant_(rows, 0.25)), torch.full((ROWS, DIM), 0.25))
+    normal = first_rows(init_fn=lambda rows: nn.init.normal_(rows, std=3.0))
+    assert 2.0 < normal.std() < 4.0 and torch.equal(
+        normal, first_rows(init_fn=lambda rows: nn.init.normal_(rows, std=3.0))
+    )

@@ -37,7 +37,9 @@ class Clicks:
     extra: Any = None
 
 
-def bags(names: Iterable[str] = "ab", prefix: str = "t_", weighted: bool = False, **options) -> EmbeddingBagCollection:
+def bags(
+    names: Iterable[str] = "ab", prefix: str = "t_", weighted: bool = False, device: str = "cpu", **options
+) -> EmbeddingBagCollection:
     """One table for each key."""
     tables = [
         EmbeddingBagConfig(
@@ -45,7 +47,7 @@ def bags(names: Iterable[str] = "ab", prefix: str = "t_", weighted: bool = False
         )
         for n in names
     ]
-    return EmbeddingBagCollection(tables=tables, is_weighted=weighted)
+    return EmbeddingBagCollection(tables=tables, is_weighted=weighted, device=torch.device(device))
 
 
 def sequences(names: Iterable[str] = "ab", need_indices: bool = False) -> EmbeddingCollection:
