@@ -10,7 +10,7 @@ import pytest
 from tests.support.paths import ROOT
 
 
-@pytest.mark.parametrize("tool", ["kill_and_resume", "step_overhead"])
+@pytest.mark.parametrize("tool", ["adoption_price", "kill_and_resume", "step_overhead"])
 def test_help_says_what_a_tool_does_and_how_to_run_it(tool):
     command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True)
