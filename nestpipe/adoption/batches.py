@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ require_torchrec()
 
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor  # noqa: E402
 
-_CONSTANTS = (type(None), str, bytes, int, float, complex, bool, torch.dtype, torch.device, torch.Size)
+_CONSTANTS = (type(None), str, bytes, int, float, complex, bool, torch.dtype, torch.device, torch.Size, np.generic)
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,24 @@ def _require_untied(model: nn.Module, collections: Mapping[str, Any]) -> None:
                 )
 
 
+def require_whole_gradients(model: nn.Module, micro_batches: int) -> None:
+    """Raises ValueError for a weight outside the tables whose gradient is used before that of the batch is known."""
+    tables = {id(t) for c in find_collections(model).values() for t in c.parameters()}
+    for name, weight in model.named_parameters():
+        if id(weight) in tables:
+            continue
+        if hasattr(weight, "_in_backward_optimizers") or weight._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"weight '{name}' has an optimizer or a hook in its backward pass, before gradients are summed over "
+                "ranks and micro-batches: state its optimizer as dense_optimizer="
+            )
+        if micro_batches > 1 and weight._backward_hooks:
+            raise ValueError(
+                f"weight '{name}' has a hook on its gradient, which would run once for each micro-batch: change "
+                "gradients in the step() of dense_optimizer, or train with micro_batches=1"
+            )
+
+
 def table_configs(collections: Mapping[str, Any]) -> tuple[TableConfig, ...]:
     """All tables, without features, since batches name them. A table that needs no gradient is frozen.
 

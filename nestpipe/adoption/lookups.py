@@ -6,6 +6,7 @@ lengths with those of the batch, exactly. Equal ids in one table are equal rows,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,6 +145,12 @@ class AdoptedSequences(EmbeddingCollection):
 _ADOPTED: Mapping[type, type] = {EmbeddingBagCollection: AdoptedBags, EmbeddingCollection: AdoptedSequences}
 
 
+@functools.cache
+def _adopted_class(before: type, adopted: type) -> type:
+    """``adopted``, with what a user's subclass of a collection adds to it."""
+    return adopted if before in KINDS else type(before.__name__, (adopted, before), {})
+
+
 def adopt(collections: Mapping[str, Any], lookups: Lookups) -> None:
     """Make ``collections`` (by path) get their rows from ``lookups``, and take their tables out of them."""
     for path, collection in collections.items():
@@ -151,7 +158,7 @@ def adopt(collections: Mapping[str, Any], lookups: Lookups) -> None:
         kind = next(kind for kind in KINDS if isinstance(collection, kind))
         collection.adopted = Adopted(path, slots_of(collection), lookups, tables_of(collection), before)
         del collection._modules[tables_name(collection)]
-        collection.__class__ = _ADOPTED[kind]
+        collection.__class__ = _adopted_class(before, _ADOPTED[kind])  # type: ignore[arg-type]
 
 
 def adopted_collections(model: nn.Module) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from nestpipe.adoption.batches import BatchFormat, Reads, sources
 from nestpipe.adoption.collections import (
     find_collections,
     require_adoptable,
+    require_whole_gradients,
     stated_optimizer,
     table_configs,
     tables_of,
@@ -223,6 +224,7 @@ class NestPipeline:
     def _begin(self, stream: Stream) -> None:
         """Find out what the model does with its first batch, agree on it, and build the engine. Collective."""
         require_adoptable(self._model)
+        require_whole_gradients(self._model, self._micro_batches)
         collections = find_collections(self._model)
         tables = {name: t.weight for c in collections.values() for name, t in tables_of(c).items()}
         starts = whole_tables(collections)

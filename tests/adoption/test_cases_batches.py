@@ -165,6 +165,10 @@ EQUAL = {
     "a string that changes": Case(times(lambda b: float(b.extra)), clicks(lambda i, n, g: str(10**i))),
     "a flag that changes": Case(times(lambda b: 3.0 if b.extra else 1.0), clicks(lambda i, n, g: i % 2 == 1)),
     "an enumeration that changes": Case(times(lambda b: b.extra.value), clicks(lambda i, n, g: list(Kind)[i % 2])),
+    "a number of numpy": Case(times(lambda b: float(b.extra)), clicks(lambda i, n, g: np.int64(i + 1))),
+    "lists of tensors, longer and longer": Case(
+        times(lambda b: sum(b.extra) + 1), clicks(lambda i, n, g: [torch.rand(n, generator=g) for _ in range(i)])
+    ),
     "a dict of constants": Case(
         times(lambda b: b.extra["w"] * b.extra["more"]["v"]), clicks(lambda i, n, g: {"w": i + 1.0, "more": {"v": 2}})
     ),

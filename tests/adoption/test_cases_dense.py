@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("torchrec")
 
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -143,11 +144,23 @@ class Held(Scores):
 
 
 class Hooked(Scores):
-    """A hook on a weight's gradient, which autograd runs once for each micro-batch: a linear one is the same."""
+    """A hook on a weight's gradient, which autograd runs once for each micro-batch."""
 
     def __init__(self):
         super().__init__()
         self.net[0].weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def stepping(prepare):
+    """A model whose weights outside the tables are given to ``prepare``."""
+
+    def make():
+        model = Scores()
+        for weight in model.net.parameters():
+            prepare(weight)
+        return model
+
+    return make
 
 
 class Normed(Scores):
@@ -227,7 +240,7 @@ EQUAL = {
     "the same with sparse gradients": Case(SmallSparse, clicks()),
     "activation checkpointing": Case(Checkpointed, clicks()),
     "a lock in the model": Case(Held, clicks()),
-    "a hook on a gradient": Case(Hooked, clicks()),
+    "a hook on a gradient, one micro-batch": Case(Hooked, clicks(), options={"micro_batches": 1}),
     "a parametrised weight": Case(Normed, clicks()),
     "clipped by a subclass": Case(Scores, clicks(), dense=clipped),
     "clipped by torchrec": Case(Scores, clicks(), dense=torchrec_clipped),
@@ -239,6 +252,13 @@ EQUAL = {
 }
 
 REFUSED = {
+    "a hook on a gradient": Case(Hooked, clicks(), "'net.0.weight' has a hook on its gradient"),
+    "a hook after a gradient": Case(
+        stepping(lambda p: p.register_post_accumulate_grad_hook(lambda q: None)), clicks(), "dense_optimizer="
+    ),
+    "an optimizer in the backward pass": Case(
+        stepping(lambda p: apply_optimizer_in_backward(torch.optim.SGD, [p], {"lr": 0.1})), clicks(), "dense_optimizer="
+    ),
     "tables in double": Case(lambda: Scores().double(), clicks(), "float64"),
     "an optimizer with a closure": Case(
         Scores, clicks(), "closure", dense=lambda parameters: torch.optim.LBFGS(parameters)

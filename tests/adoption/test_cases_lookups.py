@@ -15,6 +15,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from tests.support.adoption_cases import DIM, ROWS, Case, Scores, as_expected, bags, clicks, keyed, verdict
 from tests.support.lookup_models import (
+    Hashing,
+    LearnedWeights,
+    More,
     Pairs,
     Sometimes,
     Towers,
@@ -25,6 +28,7 @@ from tests.support.lookup_models import (
     hashed,
     hashed_if,
     hidden_in_list,
+    hooked,
     in_place,
     inverse,
     jagged,
@@ -36,6 +40,7 @@ from tests.support.lookup_models import (
     processed,
     rebuilt,
     shared_table,
+    subclassed,
     two_collections,
     two_tables,
 )
@@ -111,6 +116,16 @@ EQUAL = {
     "a collection called three times": Case(
         pooling(lambda ebc, b: ebc(b.sparse).values() * ebc(b.sparse).values().cos() + ebc(b.sparse).values()), clicks()
     ),
+    "a subclass with more methods": Case(lambda: subclassed(More), clicks()),
+    "weights that are learned": Case(LearnedWeights, clicks()),
+    "rebuilt from offsets": Case(
+        pooling(
+            lambda ebc, b: ebc(
+                KeyedJaggedTensor.from_offsets_sync(b.sparse.keys(), b.sparse.values(), offsets=b.sparse.offsets())
+            ).values()
+        ),
+        clicks(),
+    ),
     "rows as features of a frozen teacher": Case(
         pooling(lambda ebc, b: ebc(b.sparse).values() * ebc(b.sparse).values().detach().sigmoid()), clicks()
     ),
@@ -139,6 +154,12 @@ EQUAL = {
 }
 
 REFUSED = {
+    "a subclass with a forward of its own": Case(lambda: subclassed(Hashing), clicks(), "forward of its own"),
+    "ids hashed by a hook of the collection": Case(
+        hooked(lambda m, i: (KeyedJaggedTensor(i[0].keys(), i[0].values() % 7, lengths=i[0].lengths()),)),
+        clicks(),
+        NOT_THE_BATCHES,
+    ),
     "ids hashed by the model": Case(changed_ids(lambda v, n: (v % 10, None, n)), clicks(), NOT_THE_BATCHES),
     "ids shifted by the model": Case(
         changed_ids(lambda v, n: ((v * 7 + 3) % ROWS, None, n)), clicks(), NOT_THE_BATCHES

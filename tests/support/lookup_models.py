@@ -222,3 +222,52 @@ def minus_one(ids):
 def hashed_if(batch):
     ids = batch.sparse
     return KeyedJaggedTensor(ids.keys(), ids.values() % 10, lengths=ids.lengths()) if batch.extra else ids
+
+
+class More(EmbeddingBagCollection):
+    """A user's subclass that adds something."""
+
+    def width(self):
+        return sum(config.embedding_dim for config in self.embedding_bag_configs())
+
+
+class Hashing(EmbeddingBagCollection):
+    def forward(self, features):
+        ids = KeyedJaggedTensor(features.keys(), features.values() % 7, lengths=features.lengths())
+        return super().forward(ids)
+
+
+def subclassed(kind):
+    """A model whose collection is of the class ``kind``."""
+
+    class Model(Scores):
+        def pooled(self, batch):
+            return super().pooled(batch) * (self.ebc.width() if kind is More else 1)
+
+    model = Model()
+    model.ebc.__class__ = kind
+    return model
+
+
+def hooked(before):
+    """A model whose collection has a hook before its forward pass."""
+
+    def make():
+        model = Scores()
+        model.ebc.register_forward_pre_hook(before)
+        return model
+
+    return make
+
+
+class LearnedWeights(Scores):
+    """Weights of ids that a small table outside the collections learns."""
+
+    def __init__(self):
+        super().__init__(bags(weighted=True))
+        self.weight = nn.Embedding(ROWS, 1)
+
+    def pooled(self, batch):
+        ids = batch.sparse
+        weights = self.weight(ids.values()).squeeze(1).sigmoid()
+        return self.ebc(KeyedJaggedTensor(ids.keys(), ids.values(), weights, ids.lengths())).values()
