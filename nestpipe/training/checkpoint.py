@@ -3,6 +3,8 @@
     DIR/METHOD/step-00000012/rank-0.pt ...   plain tensors and numbers (torch.save), read back with weights_only
     DIR/METHOD/step-00000012/manifest.json   written last: step, ranks, configuration, a SHA-256 of each file
 
+DIR/METHOD belongs to one run: a fresh run is refused there, only a resumed one goes on. The newest checkpoint is the
+one that was saved last, not the one of the largest step: with more ranks, a run is further at a smaller step.
 A checkpoint is written under a temporary name and is renamed once every rank's file is on disk, so a folder with a
 final name is complete. What a killed run left half-written still has its temporary name, and the next save removes it.
 Batches in flight are not saved but read again: the loader's position follows from the step. All ranks of a job share
@@ -13,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +31,7 @@ import torch.distributed as dist
 
 from nestpipe.machine.files import write_atomically
 from nestpipe.machine.locking import sole_writer
+from nestpipe.measurement.provenance import provenance
 from nestpipe.ranks.agreement import outcomes
 from nestpipe.trainer import Reshardable, StepResult, Trainer
 
@@ -44,7 +48,10 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """``files``: SHA-256 by file name, in rank order. ``settings``: the settings that decide what is learned."""
+    """``files``: SHA-256 by file name, in rank order. ``settings``: the settings that decide what is learned.
+
+    ``number``: counts the saves of the run, from 1. ``origin``: the commit and the versions that saved it, by name.
+    """
 
     path: Path
     method: str
@@ -52,34 +59,66 @@ class Manifest:
     ranks: int
     settings: Mapping[str, Any]
     files: Mapping[str, str]
+    number: int = 0
+    origin: Mapping[str, str | None] = field(default_factory=dict)
 
     def require(self, settings: Mapping[str, Any]) -> None:
         """Raises CheckpointError if one of ``settings`` differs here, and names the first that does."""
         for name, value in settings.items():
-            if self.settings.get(name) != value:
-                there = self.settings.get(name)
+            there = self.settings.get(name)
+            if there != value:
+                if isinstance(value, dict) and isinstance(there, dict):  # a group of options: name the one
+                    name = next(inner for inner in {**value, **there} if value.get(inner) != there.get(inner))
+                    there, value = there.get(name), value.get(name)
                 raise CheckpointError(
                     f"{self.path} is from another run: {name} was {there!r} there and is {value!r} now"
                 )
+
+
+def origin() -> dict[str, str | None]:
+    """The commit that runs, and the versions on which the bits depend."""
+    found = provenance()
+    return {"commit": found["commit"]} | {name: found["versions"].get(name) for name in ("nestpipe", "torch")}
 
 
 #: In the file, the settings are called ``identity``.
 _MANIFEST_KINDS = {"method": str, "step": int, "ranks": int, "identity": dict, "files": dict}
 
 
+_OPTIONAL = {"number": int, "origin": dict}
+
+
 def newest(folder: Path) -> Manifest | None:
-    """The latest whole checkpoint in a method's folder. Raises CheckpointError for a manifest that cannot be read."""
-    found = sorted((p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)), key=lambda p: p.name)
-    if not found:
-        return None
-    path = found[-1]
+    """The checkpoint that was saved last in a method's folder. Raises CheckpointError for a manifest that cannot be
+    read."""
+    return max((_manifest(path) for path in _saved(folder)), key=lambda m: (m.number, m.step), default=None)
+
+
+def require_unused(folder: Path) -> None:
+    """Raises CheckpointError if another run has saved to a method's folder: a fresh run must not mix with it."""
+    if found := _saved(folder):
+        raise CheckpointError(
+            f"{folder} holds checkpoints of an earlier run (the last is {found[-1].name}): "
+            "continue that run with --resume, choose another --checkpoint folder, or move this one away"
+        )
+
+
+def _saved(folder: Path) -> list[Path]:
+    """The whole checkpoints in a method's folder, by name."""
+    return sorted(p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}(-\d+)?", p.name))
+
+
+def _manifest(path: Path) -> Manifest:
     try:
         data = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
-        fields = {name: data[name] for name in _MANIFEST_KINDS}
-        if wrong := [name for name, kind in _MANIFEST_KINDS.items() if type(fields[name]) is not kind]:
+        kinds = {**_MANIFEST_KINDS, **{name: kind for name, kind in _OPTIONAL.items() if name in data}}
+        fields = {name: data[name] for name in kinds}
+        if wrong := [name for name, kind in kinds.items() if type(fields[name]) is not kind]:
             raise ValueError(f"its {wrong[0]} is {fields[wrong[0]]!r}")
+        if list(fields["files"]) != [f"rank-{rank}.pt" for rank in range(fields["ranks"])]:
+            raise ValueError(f"it does not list one file for each of its {fields['ranks']} ranks")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}/manifest.json cannot be used ({error}): remove {path.name} to resume") from error
     return Manifest(path, settings=fields.pop("identity"), **fields)
@@ -113,21 +152,37 @@ class Checkpoints:
 
         Raises CheckpointError on every rank if one of them cannot write.
         """
-        step = trainer.trained
-        place, rank = self.folder / f"step-{step:08d}", dist.get_rank()
+        step, rank = trainer.trained, dist.get_rank()
         writing = self.folder / f".step-{step:08d}.writing"
         state = {
             "trainer": trainer.state_dict(),
             "results": [list(vars(result).values()) for result in results],
             "random": torch.get_rng_state(),
         }
-        if _first_rank(lambda: place.exists()):
+        if _first_rank(lambda: self._has_saved(step)):
             return
         _first_rank(lambda: _make_empty(writing))
         digests = _each_rank(lambda: _write(writing / f"rank-{rank}.pt", state))
-        _first_rank(lambda: self._complete(writing, place, step, digests))
+        _first_rank(lambda: self._complete(writing, step, digests))
 
-    def _complete(self, writing: Path, place: Path, step: int, digests: Sequence[str]) -> None:
+    def _own(self) -> list[Manifest]:
+        """This run's checkpoints in its folder, the newest last. Others are not looked at, and stay."""
+        found = []
+        for path in _saved(self.folder):
+            with contextlib.suppress(CheckpointError):
+                found.append(_manifest(path))
+        own = (m for m in found if m.method == self.method and m.settings == self._settings_in_file)
+        return sorted(own, key=lambda m: (m.number, m.step))
+
+    @property
+    def _settings_in_file(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", json.loads(json.dumps(self.settings)))
+
+    def _has_saved(self, step: int) -> bool:
+        return any((m.step, m.ranks) == (step, dist.get_world_size()) for m in self._own()[-1:])
+
+    def _complete(self, writing: Path, step: int, digests: Sequence[str]) -> None:
+        own = self._own()
         manifest = {
             "format": FORMAT,
             "method": self.method,
@@ -135,48 +190,92 @@ class Checkpoints:
             "ranks": len(digests),
             "identity": self.settings,
             "files": {f"rank-{rank}.pt": digest for rank, digest in enumerate(digests)},
+            "number": own[-1].number + 1 if own else 1,
+            "origin": origin(),
         }
         write_atomically(writing / "manifest.json", json.dumps(manifest, indent=1))
         _sync(writing)
-        os.replace(writing, place)
+        names = itertools.chain([f"step-{step:08d}"], (f"step-{step:08d}-{n}" for n in itertools.count(2)))
+        os.replace(writing, next(place for name in names if not (place := self.folder / name).exists()))
         _sync(self.folder)
-        for old in sorted(self.folder.glob("step-*"))[:-KEEP]:
-            shutil.rmtree(old, ignore_errors=True)
+        for old in own[: len(own) + 1 - KEEP]:
+            shutil.rmtree(old.path, ignore_errors=True)
 
-    def load(self, trainer: Trainer, same_sample: SameSample) -> list[StepResult] | None:
-        """Bring ``trainer`` to the newest checkpoint. Returns the results so far, or None if there is no checkpoint.
+    def begin(self) -> None:
+        """Before a run that does not resume. Raises CheckpointError on every rank if the folder is another run's."""
+        _first_rank(lambda: require_unused(self.folder))
+
+    def load(self, trainer: Trainer, same_sample: SameSample, steps: int | None = None) -> Loaded | None:
+        """Bring ``trainer`` to the newest checkpoint. Returns what it holds, or None if there is no checkpoint.
+
+        ``steps``: how many the run will have in all, if that is known.
 
         Raises CheckpointError on every rank, before any has changed its state, for a file that does not match its
-        checksum, another configuration, or a number of ranks that the method cannot resume with.
+        checksum, another configuration, a number of ranks that the method cannot resume with, or more than ``steps``.
         """
         manifest: Manifest | None = _first_rank(lambda: newest(self.folder))
         if manifest is None:
             return None
-        state = _each_rank(lambda: self._read(manifest, trainer, same_sample), share=False)
+        state, results = _each_rank(lambda: self._read(manifest, trainer, same_sample, steps), share=False)
         trainer.load_state_dict(state["trainer"])
         torch.set_rng_state(state["random"])
-        return [StepResult(*values) for values in state["results"]]
+        return Loaded(results, _first_rank(lambda: other_origin(manifest)))
 
-    def _read(self, manifest: Manifest, trainer: Trainer, same_sample: SameSample) -> dict[str, Any]:
-        manifest.require(self.settings)
+    def _read(
+        self, manifest: Manifest, trainer: Trainer, same_sample: SameSample, steps: int | None
+    ) -> tuple[dict[str, Any], list[StepResult]]:
+        manifest.require(self._settings_in_file)
         ranks, rank = dist.get_world_size(), dist.get_rank()
+        step = require_resumable(manifest, ranks, same_sample, isinstance(trainer, Reshardable), steps)
         if manifest.ranks == ranks:
-            return _verified(manifest, f"rank-{rank}.pt")
-        step = require_resumable(manifest, ranks, same_sample, isinstance(trainer, Reshardable))
+            state = _verified(manifest, f"rank-{rank}.pt")
+            try:
+                return state, [StepResult(*values) for values in state["results"]]
+            except (KeyError, TypeError) as error:
+                raise CheckpointError(f"{manifest.path} is of another version of nestpipe ({error})") from error
         states = [_verified(manifest, name) for name in manifest.files]
         try:
             resharded = cast(Reshardable, trainer).resharded([state["trainer"] for state in states], step)
         except ValueError as error:
             raise CheckpointError(f"cannot resume {manifest.path} with {ranks} ranks: {error}") from error
         # With another number of ranks the steps are different ones, so there are no results yet.
-        return {"trainer": resharded, "results": [], "random": states[0]["random"]}
+        return {"trainer": resharded, "random": states[0]["random"]}, []
 
 
-def require_resumable(manifest: Manifest, ranks: int, same_sample: SameSample, reshards: bool) -> int:
-    """The step at which ``ranks`` ranks resume a checkpoint of another number of ranks.
+@dataclass(frozen=True)
+class Loaded:
+    """``results``: those of the steps before. ``note``: says if another commit or version saved it, else empty."""
 
-    Raises CheckpointError if they cannot. ``reshards``: whether the method can be resumed on other ranks at all.
+    results: list[StepResult]
+    note: str
+
+
+def other_origin(manifest: Manifest) -> str:
+    """A sentence if another commit or version saved the checkpoint than the one that runs now, else an empty one."""
+    now = origin()
+    changed = [name for name, value in now.items() if manifest.origin and manifest.origin.get(name) != value]
+    texts = [f"{name} {manifest.origin.get(name) or 'unknown'} (now {now[name] or 'unknown'})" for name in changed]
+    return f"{manifest.method} resumed {manifest.path.name}, which was saved by {', '.join(texts)}" if texts else ""
+
+
+def require_resumable(
+    manifest: Manifest, ranks: int, same_sample: SameSample, reshards: bool, steps: int | None = None
+) -> int:
+    """The step at which ``ranks`` ranks resume a checkpoint, perhaps one of another number of ranks.
+
+    Raises CheckpointError if they cannot, or if the run is to end before that, after ``steps``. ``reshards``: whether
+    the method can be resumed on other ranks at all.
     """
+    step = manifest.step
+    if manifest.ranks != ranks:
+        step = _step_of_other_ranks(manifest, ranks, same_sample, reshards)
+    if steps is not None and step > steps:
+        text = f"cannot resume {manifest.path}: it is at step {step}, but this run would end after {steps} steps, "
+        raise CheckpointError(text + "warm-up included; ask for more with --steps or --epochs")
+    return step
+
+
+def _step_of_other_ranks(manifest: Manifest, ranks: int, same_sample: SameSample, reshards: bool) -> int:
     there = f"cannot resume {manifest.path} ({manifest.ranks} ranks) with {ranks} ranks:"
     if not reshards:
         raise CheckpointError(f"{there} {manifest.method}'s shards only fit their own number of ranks")
@@ -232,8 +331,11 @@ def _each_rank(work: Callable[[], Any], share: bool = True) -> Any:
     result, failure = None, None
     try:
         result = work()
-    except (OSError, ValueError, RuntimeError) as error:
-        failure = str(error) if isinstance(error, CheckpointError) else f"checkpoint: {error}"
+    except CheckpointError as error:
+        failure = str(error)
+    except Exception as error:  # whatever it is: a rank that raised alone would leave the others waiting
+        kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) else f"{type(error).__name__}: "
+        failure = f"checkpoint: {kind}{error}"
     results, failed = outcomes(failure, result if share else None)
     if failed:
         raise CheckpointError(failed.why)

@@ -52,8 +52,9 @@ def resumed(folder: str, run: Run, forget_early_rows: bool = False, warm: bool =
     try:
         if warm:
             trainer.progress(iter(batches(STEPS)))
-        results = checkpoints(folder, run).load(trainer, partial(same_samples, dist.get_world_size()))
-        assert results is not None and trainer.trained == SAVED_AT == len(results)
+        loaded = checkpoints(folder, run).load(trainer, partial(same_samples, dist.get_world_size()))
+        assert loaded is not None and trainer.trained == SAVED_AT == len(loaded.results) and loaded.note == ""
+        results = loaded.results
         if forget_early_rows:
             trainer.load_state_dict({**trainer.state_dict(), "in_flight": {}})
         iterator = iter(batches(STEPS)[SAVED_AT:])
@@ -165,11 +166,27 @@ def test_a_checkpoint_that_is_damaged_foreign_or_of_other_ranks_is_refused(pool2
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"step": "x"}, {"ranks": None}, {"identity": []}, {"files": 7}, {"method": 1}, {"format": []}]
+    "wrong",
+    [
+        {"step": "x"},
+        {"ranks": None},
+        {"identity": []},
+        {"files": 7},
+        {"files": {"rank-0.pt": ""}},
+        {"method": 1},
+        {"format": []},
+    ],
 )
 def test_a_manifest_of_foreign_values_is_refused(tmp_path, wrong) -> None:
     (tmp_path / "step-00000004").mkdir()
-    good = {"format": FORMAT, "method": "m", "step": 4, "ranks": 2, "identity": {}, "files": {}}
+    good = {
+        "format": FORMAT,
+        "method": "m",
+        "step": 4,
+        "ranks": 2,
+        "identity": {},
+        "files": {"rank-0.pt": "", "rank-1.pt": ""},
+    }
     path = tmp_path / "step-00000004" / "manifest.json"
     path.write_text(json.dumps(good))
     assert newest(tmp_path).step == 4  # type: ignore[union-attr]
