@@ -58,7 +58,7 @@ class StepResult:
     """The result of one step on one rank.
 
     ``loss``: this rank's share, the sum of its per-sample losses divided by the samples of the global batch (or see
-    DivideBy). ``global_loss``: the sum of all ranks' shares, in float32; None if the method does not compute it.
+    DivideBy). ``global_loss``: the sum of all ranks' shares; None if the method does not compute it.
     ``samples``: the number of this rank's samples. ``embedding_bytes``: embedding
     rows that this rank received from other ranks and gradient rows that it sent to them in this step.
     ``minimum_embedding_bytes``: the same if each distinct key were sent once per batch. ``duplication_factor``: keys
@@ -88,7 +88,10 @@ class Trainer(Protocol):
         ...
 
     def progress(self, batches: Iterator[Batch]) -> StepResult:
-        """Run one step. Raises StopIteration when the data of all ranks has ended and no batch is in flight."""
+        """Run one step. Raises StopIteration when the data of all ranks has ended and no batch is in flight.
+
+        Another thread may read the iterator, some batches ahead.
+        """
         ...
 
     def take_spans(self) -> list[Span]:

@@ -16,8 +16,11 @@ from nestpipe.adoption.collections import find_collections
 from nestpipe.adoption.lookups import FromEngine, FromTables, Lookups, adopt, adopted_collections, give_back
 from nestpipe.adoption.losses import Losses
 from nestpipe.adoption.outputs import second_part
-from nestpipe.adoption.undisturbed import changed_buffers, undisturbed
+from nestpipe.adoption.undisturbed import changed_buffers, copied_buffers, undisturbed
 from nestpipe.data.batch import Batch
+
+#: How many sums the gradients of a table's rows are compared in.
+_BINS = 64
 
 
 class AdoptedModel(nn.Module):
@@ -45,13 +48,14 @@ class AdoptedModel(nn.Module):
         self._form = form
         self._losses = losses
         self._summed = summed
-        self._micro_batches = micro_batches
-        self._looks = looks
-        self._calls = 0
+        self._batch_norms = separable.batch_norms(model) if micro_batches > 1 else {}
+        self._looks = separable.Looks(micro_batches) if looks else None
         self._previous: tuple[Batch, FromEngine] | None = None
         self.outputs: list[tuple[Tensor, Any]] = []
 
     def forward(self, part: Batch) -> Tensor | tuple[Tensor, Tensor]:
+        if self._batch_norms:
+            separable.require_no_batch_statistics(self._batch_norms)
         batch, handed = self._form.from_batch(part)
         rows = FromEngine(self._embeddings({}), part, handed)
         with self._lookups.using(rows):
@@ -60,32 +64,35 @@ class AdoptedModel(nn.Module):
         if (count is not None) != self._summed:
             raise ValueError("the model returns Summed for some batches and another loss for others; return one kind")
         self.outputs.append((part.sample_ids, second_part(output)))
-        if self._looks:
-            self._look_again(part, rows)
+        if self._looks is not None:
+            self._look_again(self._looks, part, rows)
         return total if count is None else (total, count)
 
-    def _look_again(self, part: Batch, rows: FromEngine) -> None:
-        previous, self._previous = self._previous, (part, rows) if len(part) == 1 else None
-        due = separable.is_due(self._calls, self._micro_batches)
-        self._calls += 1
-        if len(part) == 1 and previous is not None and previous[0].form is part.form:
-            # Two micro-batches of one sample each are looked at together.
-            whole = separable.joined(previous[0], part)
-            index = torch.arange(2)
-            rows = previous[1].joined(rows)
-        elif due and len(part) > 1:
-            whole, index = part, torch.arange(len(part))
-        else:
+    def _look_again(self, looks: separable.Looks, part: Batch, rows: FromEngine) -> None:
+        """Compare the losses of ``part`` and of its halves, with the rows that it got."""
+        previous, self._previous = self._previous, None
+        if not looks.is_due(part):
             return
-        with undisturbed(self.model):
-            parts = [self._sums(whole, rows, i) for i in (index, *(h for h in separable.halves(len(whole))))]
-        separable.require_equal_sums(parts[0], parts[1:])
+        if len(part) == 1:
+            if previous is None or previous[0].form is not part.form:
+                self._previous = part, rows
+                return
+            rows, part = previous[1].joined(rows), separable.joined(previous[0], part)
+        looks.looked()
+        with undisturbed(self.model) as pass_:
+            buffers = copied_buffers(self.model)
 
-    def _sums(self, whole: Batch, rows: FromEngine, index: Tensor) -> separable.LossSums:
-        part = whole.select(index)
-        batch, handed = self._form.from_batch(part)
-        with self._lookups.using(rows.select(part, handed, index)):
-            return _sums(self._losses, self.model(batch), len(part))
+            def sums(index: Tensor) -> separable.Sums:
+                some = part.select(index)
+                batch, handed = self._form.from_batch(some)
+                with self._lookups.using(rows.select(some, handed, index)):
+                    total, count = self._losses.of(self.model(batch), len(some))
+                return _sums(total, count, pass_.precision)
+
+            whole = sums(torch.arange(len(part)))
+            parts = [sums(index) for index in separable.halves(len(part))]
+            separable.require_same_buffers(changed_buffers(self.model, buffers))
+        separable.require_equal_sums(whole, parts, self._losses.reduction)
 
 
 @dataclass(frozen=True)
@@ -112,22 +119,47 @@ def discover(
     Raises NotSeparable, BatchError, or ValueError for a loss that cannot be trained.
     """
 
-    def run(part: Batch, record: Reads | None) -> Any:
+    def sums(part: Batch, record: Reads | None, with_gradients: bool) -> separable.Sums:
         users, handed = form.from_batch(part)
-        with lookups.using(FromTables(tables, part, handed, record)):
-            return model(users)
+        rows = FromTables(tables, part, handed, record)
+        with lookups.using(rows):
+            total, count = losses.of(model(users), len(part))
+            # A model with only frozen weights cannot be trained by any loop.
+            if not total.requires_grad:
+                raise ValueError("the loss does not depend on any weight that is trained: is it detached?")
+            gradients = _gradients(model, rows, total) if with_gradients else None
+        return _sums(total, count, pass_.precision, gradients)
 
-    with undisturbed(model):
-        total, count = losses.of(run(batch, reads), len(batch))
+    with undisturbed(model) as pass_:
+        first = sums(batch, reads, check)
         if check:
-            first = _detached(total, count)
-            buffers = {name: value.clone() for name, value in model.named_buffers()}  # the first pass may make some
-            again = _sums(losses, run(batch, None), len(batch))
-            separable.require_stateless(first, again, changed_buffers(model, buffers))
-            if len(batch) > 1:
-                parts = [batch.select(index) for index in separable.halves(len(batch))]
-                separable.require_equal_sums(first, [_sums(losses, run(part, None), len(part)) for part in parts])
-    return Discovery(reads, count is not None)
+            buffers = copied_buffers(model)  # the first pass may make some
+            again = sums(batch, None, False)
+            separable.require_same_buffers(changed_buffers(model, buffers))
+            separable.require_stateless(first, again)
+            parts = [sums(batch.select(i), None, True) for i in separable.halves(len(batch)) if len(i)]
+            separable.require_same_buffers(changed_buffers(model, buffers))
+            if len(parts) > 1:
+                separable.require_equal_sums(first, parts, losses.reduction)
+    return Discovery(reads, first.count is not None)
+
+
+def _gradients(model: nn.Module, rows: FromTables, total: Tensor) -> dict[str, Tensor] | None:
+    """Of ``total``, by weight; of a table's rows, summed over ids equal modulo ``_BINS``. None if it has none."""
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    looked_up = [one for one in rows.handed_out if one[2].requires_grad]
+    leaves = [*weights.values(), *(one[2] for one in looked_up)]
+    try:
+        found = torch.autograd.grad(total, leaves, allow_unused=True)
+    except RuntimeError:  # some functions, such as reentrant checkpoints, have no torch.autograd.grad
+        return None
+    dense = [torch.zeros_like(x) if g is None else g.to_dense() for x, g in zip(leaves, found, strict=True)]
+    gradients = dict(zip((f"weight '{name}'" for name in weights), dense, strict=False))
+    for (table, ids, values), gradient in zip(looked_up, dense[len(weights) :], strict=True):
+        name = f"table '{table}'"
+        bins = gradients.setdefault(name, values.new_zeros(_BINS, values.shape[1]))
+        bins.index_add_(0, ids % _BINS, gradient)
+    return gradients
 
 
 def adopt_collections(model: nn.Module, lookups: Lookups) -> None:
@@ -149,7 +181,10 @@ def release(model: nn.Module, tables: Mapping[str, Tensor] | None = None) -> Non
 
 
 def copied(model: nn.Module, tables: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of an adopted ``model`` with collections of its own. What cannot be copied (locks, groups) is shared."""
+    """A copy of an adopted ``model`` with collections of its own, whose weights are ``tables``.
+
+    What cannot be copied (locks, groups) is shared. A model that is not adopted any more is copied as it is.
+    """
     memo: dict[int, Any] = {}
     usual = vars(nn.Module())
     for module in model.modules():
@@ -167,9 +202,8 @@ def copied(model: nn.Module, tables: Mapping[str, Tensor]) -> nn.Module:
     return twin
 
 
-def _sums(losses: Losses, output: Any, samples: int) -> separable.LossSums:
-    return _detached(*losses.of(output, samples))
-
-
-def _detached(total: Tensor, count: Tensor | None) -> separable.LossSums:
-    return [total.detach().clone()] if count is None else [total.detach().clone(), count.detach().clone()]
+def _sums(
+    total: Tensor, count: Tensor | None, precision: float, gradients: Mapping[str, Tensor] | None = None
+) -> separable.Sums:
+    counted = None if count is None else count.detach().clone()
+    return separable.Sums(total.detach().clone(), counted, precision, gradients)

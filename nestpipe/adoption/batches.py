@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestpipe.adoption.structures import OwnTypes, Rebuild, children, position
+from nestpipe.adoption.keyed import HandedOut, KeyedForm, cut_keyed, jagged_maker, keyed_of, stride
+from nestpipe.adoption.structures import BatchError, OwnTypes, Rebuild, children, position
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.machine.versions import require_torchrec
 
@@ -22,10 +23,6 @@ require_torchrec()
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor  # noqa: E402
 
 _CONSTANTS = (type(None), str, bytes, int, float, complex, bool, torch.dtype, torch.device, torch.Size)
-
-
-class BatchError(ValueError):
-    """A user's batch cannot be cut into micro-batches, or looks up ids that it does not hold. Names the field."""
 
 
 @dataclass(frozen=True)
@@ -70,35 +67,12 @@ class Reads:
 
 
 @dataclass(frozen=True)
-class _Keyed:
-    """What a KeyedJaggedTensor leaf holds beside its values."""
-
-    keys: tuple[str, ...]
-    lengths_dtype: torch.dtype
-    values_dtype: torch.dtype
-    weighted: bool
-
-
-@dataclass(frozen=True)
 class _Form:
     """A batch without its samples. ``leaves``: by path, what is needed to make the leaf from ``Batch.extra``."""
 
     rebuild: Rebuild
     leaves: Mapping[str, Any]
     first_id: int
-
-
-@dataclass(frozen=True)
-class HandedOut:
-    """A KeyedJaggedTensor that a model gets, with copies of what it holds that the model never sees."""
-
-    keyed: Any
-    path: str
-    values: Tensor
-    lengths: Tensor
-
-    def untouched(self) -> bool:
-        return torch.equal(self.keyed.values(), self.values) and torch.equal(self.keyed.lengths(), self.lengths)
 
 
 class BatchFormat:
@@ -138,14 +112,17 @@ class BatchFormat:
         return Batch(sparse, numbers, extra, reads=features, form=_Form(rebuild, leaves, first_id))
 
     def from_batch(self, part: Batch) -> tuple[Any, list[HandedOut]]:
-        """The samples of ``part`` in a batch of the user's type, and the KeyedJaggedTensors in it."""
+        """The samples of ``part`` in a batch of the user's type, and the KeyedJaggedTensors in it.
+
+        All tensors are copies, so what a model changes in place stays in the batch that it was given.
+        """
         form: _Form = part.form
         handed: list[HandedOut] = []
 
         def value(path: str) -> Any:
             leaf = form.leaves[path]
-            if isinstance(leaf, _Keyed):
-                handed.append(_keyed(path, leaf, part))
+            if isinstance(leaf, KeyedForm):
+                handed.append(keyed_of(path, leaf, part))
                 return handed[-1].keyed
             return leaf(part) if callable(leaf) else leaf
 
@@ -173,25 +150,26 @@ class BatchFormat:
         return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in self._shared)
 
     def _leaf(self, path: str, value: Any, samples: int, extra: dict[str, Jagged | Tensor]) -> Any:
-        """Put what is per sample into ``extra``. Returns a constant, a _Keyed or a function from a part to the leaf."""
+        """Put what is per sample into ``extra``. Returns a constant, a KeyedForm or what makes the leaf of a part."""
         if isinstance(value, KeyedJaggedTensor):
-            return _cut_keyed(path, value, extra)
+            return cut_keyed(path, value, extra)
         if isinstance(value, JaggedTensor):
             weights = value.weights_or_none()
-            extra[path] = Jagged(value.values().clone(), value.lengths().long())
+            lengths = value.lengths().to(torch.int64, copy=True)
+            extra[path] = Jagged(value.values().clone(), lengths)
             if weights is not None:
-                extra[f"{path}:weights"] = Jagged(weights.clone(), value.lengths().long())
-            return _jagged_maker(path, value.lengths().dtype, weights is not None)
+                extra[f"{path}:weights"] = Jagged(weights.clone(), lengths)
+            return jagged_maker(path, value.lengths().dtype, weights is not None)
         if isinstance(value, KeyedTensor):
             extra[path] = value.values().clone()
             keys, widths, dim = value.keys(), value.length_per_key(), value.key_dim()
-            return lambda part: KeyedTensor(keys, widths, part.extra[path], dim)
+            return lambda part: KeyedTensor(keys, widths, part.extra[path].clone(), dim)
         if isinstance(value, Tensor):
             if not value.dim() or self._is_shared(path):
                 whole = value.clone()
                 return lambda part: whole.clone()
             extra[path] = value.clone()
-            return lambda part: part.extra[path]
+            return lambda part: part.extra[path].clone()
         if isinstance(value, list | tuple):  # of constants only: see _is_leaf
             whole_list = value
             if len(value) != samples or self._is_shared(path):
@@ -216,7 +194,7 @@ def _samples(found: list[tuple[str, Any]], is_shared: Callable[[str], bool]) -> 
                 raise BatchError(
                     f"batch{path} is a KeyedJaggedTensor, whose ids belong to samples: it cannot be shared"
                 )
-            counts[path] = _stride(path, value)
+            counts[path] = stride(path, value)
         elif isinstance(value, JaggedTensor):
             counts[path] = len(value.lengths())
         elif isinstance(value, KeyedTensor):
@@ -244,67 +222,6 @@ def _samples(found: list[tuple[str, Any]], is_shared: Callable[[str], bool]) -> 
     return samples
 
 
-def _stride(path: str, keyed: Any) -> int:
-    inverse = keyed.inverse_indices_or_none()
-    if inverse is not None:
-        return inverse[1].shape[1]
-    if keyed.variable_stride_per_key():
-        raise BatchError(
-            f"batch{path} has a different number of samples per key (variable batch) and no inverse_indices that say "
-            "which sample has which: give it one stride, or inverse_indices"
-        )
-    return keyed.stride()
-
-
-def _cut_keyed(path: str, keyed: Any, extra: dict[str, Jagged | Tensor]) -> _Keyed:
-    keys = tuple(keyed.keys())
-    if len(set(keys)) < len(keys):
-        raise BatchError(f"batch{path} has a key twice: {', '.join(keys)}")
-    weights = keyed.weights_or_none()
-    inverse = keyed.inverse_indices_or_none()
-    strides = keyed.stride_per_key() if keyed.variable_stride_per_key() else [keyed.stride()] * len(keys)
-    values, lengths = keyed.values().clone(), keyed.lengths().long().split(strides)
-    counts = torch.stack([part.sum() for part in lengths]).tolist() if keys else []
-    if sum(counts) != len(values):
-        raise BatchError(f"batch{path} has {len(values)} values, but its lengths sum to {sum(counts)}")
-    order = {} if inverse is None else dict(zip(inverse[0], inverse[1].long(), strict=True))
-    for what, flat in (("", values), (":weights", weights)):
-        if flat is None:
-            continue
-        for key, piece, length in zip(keys, flat.split(counts), lengths, strict=True):
-            jagged = Jagged(piece, length)
-            extra[f"{path}:{key}{what}"] = jagged.select(order[key]) if key in order else jagged
-    return _Keyed(keys, keyed.lengths().dtype, values.dtype, weights is not None)
-
-
-def _keyed(path: str, leaf: _Keyed, part: Batch) -> HandedOut:
-    pieces: list[Any] = [part.extra[f"{path}:{key}"] for key in leaf.keys]
-    weights: list[Any] = [part.extra[f"{path}:{key}:weights"] for key in leaf.keys] if leaf.weighted else []
-    if not pieces:
-        empty = torch.empty(0, dtype=leaf.values_dtype)
-        keyed = KeyedJaggedTensor(keys=[], values=empty, lengths=torch.empty(0, dtype=leaf.lengths_dtype))
-        return HandedOut(keyed, path, empty, keyed.lengths())
-    values = torch.cat([piece.flat for piece in pieces])
-    lengths = torch.cat([piece.counts for piece in pieces]).to(leaf.lengths_dtype)
-    keyed = KeyedJaggedTensor(
-        keys=list(leaf.keys),
-        values=values,
-        lengths=lengths,
-        weights=torch.cat([piece.flat for piece in weights]) if weights else None,
-        stride=len(part),
-    )
-    return HandedOut(keyed, path, values.clone(), lengths.clone())
-
-
-def _jagged_maker(path: str, dtype: torch.dtype, weighted: bool) -> Callable[[Batch], Any]:
-    def make(part: Batch) -> Any:
-        extra: Mapping[str, Any] = part.extra
-        weights = extra[f"{path}:weights"].flat if weighted else None
-        return JaggedTensor(values=extra[path].flat, lengths=extra[path].counts.to(dtype), weights=weights)
-
-    return make
-
-
 def sources(part: Batch) -> dict[Source, Jagged]:
     """All ids in ``part`` that a collection might be asked for."""
     extra: Mapping[str, Any] = part.extra
@@ -313,7 +230,7 @@ def sources(part: Batch) -> dict[Source, Jagged]:
 
 def _sources(leaves: Mapping[str, Any], extra: Mapping[str, Any]) -> Iterator[Source]:
     for path, leaf in leaves.items():
-        if isinstance(leaf, _Keyed):
+        if isinstance(leaf, KeyedForm):
             yield from (Source(path, key) for key in leaf.keys)
         elif path in extra and _holds_ids(extra[path]):
             yield Source(path)

@@ -104,7 +104,7 @@ class AdoptedBags(EmbeddingBagCollection):
             raise ValueError(
                 f"the embedding bags of {keys} are weighted, but the batch's KeyedJaggedTensor has no weights"
             )
-        ids = asked.to_dict() if len(asked.lengths()) else {}
+        ids = _by_key(asked)
         pooled = [
             pool(found, ids[slot.key].lengths(), slot.pooling, ids[slot.key].weights() if self._is_weighted else None)
             for slot, found in zip(slots, rows, strict=True)
@@ -130,10 +130,10 @@ class AdoptedSequences(EmbeddingCollection):
         asked = maybe_td_to_kjt(features, None)
         slots = self.adopted.slots
         rows = self.adopted.lookups.rows(self.adopted.path, slots, asked)
-        ids = asked.to_dict()
+        ids = _by_key(asked)
         return {
             slot.name: JaggedTensor(
-                values=found,
+                values=found.clone(),  # the model may change it in place, and look the same ids up again
                 lengths=ids[slot.key].lengths(),
                 weights=ids[slot.key].values() if self._need_indices else None,
             )
@@ -178,6 +178,7 @@ class FromTables:
         self._handed = handed
         self._reads = reads
         self._sources = sources(part)
+        self.handed_out: list[tuple[str, Tensor, Tensor]] = []  # table, ids, rows: leaves of the pass's graph
 
     def rows(self, collection: str, slots: Sequence[Slot], asked: Any) -> list[Tensor]:
         path = _untouched_path(self._handed, asked)
@@ -211,11 +212,13 @@ class FromTables:
             bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise BatchError(f"the model looks up id {bad} in table '{name}', which has rows 0..{len(table) - 1}")
         if not table.is_meta:
-            return table.detach()[ids].requires_grad_(table.requires_grad)
-        spread = len(table) ** -0.5  # torchrec's default range
-        column = torch.arange(table.shape[1])
-        values = (((ids[:, None] * 7919 + column * 104729) % 2003).float() / 1001 - 1) * spread
-        return values.requires_grad_(table.requires_grad)
+            rows = table.detach()[ids]
+        else:
+            spread = len(table) ** -0.5  # torchrec's default range
+            column = torch.arange(table.shape[1])
+            rows = (((ids[:, None] * 7919 + column * 104729) % 2003).float() / 1001 - 1) * spread
+        self.handed_out.append((name, ids, rows.requires_grad_(table.requires_grad)))
+        return rows
 
 
 class FromEngine:

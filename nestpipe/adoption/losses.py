@@ -53,6 +53,11 @@ class Losses:
         is_pair = isinstance(output, tuple | list) and len(output) > 0
         loss = output[0] if is_pair else output
         if isinstance(loss, Summed):
+            if self.reduction != "mean" or self.average != "samples":
+                raise ValueError(
+                    "the model returns Summed, which says itself what the loss is divided by: leave out reduction= and "
+                    "average="
+                )
             return _summed(loss)
         if not isinstance(loss, Tensor):
             found = f"{'a pair whose first part is a ' if is_pair else ''}{type(loss).__name__}"
@@ -76,9 +81,14 @@ class Losses:
 
 
 def _summed(loss: Summed) -> tuple[Tensor, Tensor]:
-    if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
-        raise ValueError("Summed takes a total that is a tensor with one value")
-    count = torch.as_tensor(loss.count)
-    if count.numel() != 1 or count.requires_grad:
-        raise ValueError("Summed takes a count that is one number and does not depend on weights")
+    if not isinstance(loss.total, Tensor) or loss.total.numel() != 1 or not loss.total.is_floating_point():
+        raise ValueError("Summed takes a total that is a floating-point tensor with one value: sum the losses first")
+    try:
+        count = torch.as_tensor(loss.count)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"Summed takes a count that is one number, not a {type(loss.count).__name__}") from None
+    if count.numel() != 1 or count.is_complex():
+        raise ValueError(f"Summed takes a count that is one number; it got shape {tuple(count.shape)}: sum it first")
+    if count.requires_grad:
+        raise ValueError("Summed takes a count that does not depend on weights: detach it if it is to be a constant")
     return loss.total.reshape(()), count.reshape(())

@@ -11,7 +11,6 @@ numbers than for a whole batch.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,7 +31,8 @@ from nestpipe.adoption.collections import (
 from nestpipe.adoption.lookups import Lookups, adopted_collections, tables_read_by
 from nestpipe.adoption.losses import AVERAGES, REDUCTIONS, Losses
 from nestpipe.adoption.outputs import in_order, merged
-from nestpipe.adoption.separable import require_no_batch_statistics
+from nestpipe.adoption.separable import batch_norms, require_no_batch_statistics
+from nestpipe.adoption.stream import Stream
 from nestpipe.adoption.structures import OwnTypes
 from nestpipe.clustering import clustering
 from nestpipe.data.batch import Batch
@@ -40,9 +40,6 @@ from nestpipe.engine.engine import Engine
 from nestpipe.methods import find_method
 from nestpipe.ranks.agreement import outcomes
 from nestpipe.trainer import DenseOptimizer, ModelSpec, SparseOptimizer, StepResult, Trainer
-
-#: How many batches of fewer than two samples are passed over before the check of separability gives up.
-_PEEKS = 8
 
 
 class NamedParameters(list[nn.Parameter]):
@@ -112,7 +109,7 @@ class NestPipeline:
             raise ValueError(f"method '{self._method.name}' is not run by the engine, so it cannot adopt a model")
         self._micro_batches = self._method.micro_batches_of(micro_batches)
         if self._micro_batches > 1:
-            require_no_batch_statistics(model)
+            require_no_batch_statistics(batch_norms(model))
         self._model = model
         self._losses = Losses(reduction, average)
         self._form = BatchFormat(own_types, (shared,) if isinstance(shared, str) else shared)
@@ -120,7 +117,7 @@ class NestPipeline:
         self._clustering = clustering
         self._seed = seed
         self._check = check and self._micro_batches > 1
-        self._stream: _Stream | None = None
+        self._stream: Stream | None = None
         self._reads: Reads = tables_read_by(collections)
         self._lookups = Lookups()
         self._trainer: Engine | None = None
@@ -137,7 +134,7 @@ class NestPipeline:
         """
         self._require_ready(batches)
         if self._stream is None or self._stream.source is not batches:
-            self._stream = _Stream(batches, self._preprocess, self._converted)
+            self._stream = Stream(batches, self._preprocess, self._converted, self._form)
         if self._trainer is None:
             self._begin(self._stream)
         assert self._adopted is not None
@@ -151,7 +148,7 @@ class NestPipeline:
     def _require_ready(self, batches: Iterator[Any]) -> None:
         if self._ended:
             raise RuntimeError(f"this pipeline was ended by {self._ended}(): make a new NestPipeline to train on")
-        if not isinstance(batches, Iterator):
+        if not hasattr(batches, "__next__"):
             raise ValueError(
                 f"progress takes an iterator, the same one at every step, not a {type(batches).__name__}: "
                 "write batches = iter(loader) before the loop"
@@ -193,15 +190,21 @@ class NestPipeline:
         """The model as it was passed in, with its own collections and everything trained so far, to evaluate or save.
 
         Every rank gets a copy with whole tables, which must fit in memory. Locks and process groups are shared with
-        the model. Collective; call it between steps.
+        the model. Collective; call it between steps. Raises RuntimeError before the first step and after ``close``.
         """
-        return copied(self._model, self._whole())
+        if self._ended == "close":
+            raise RuntimeError(
+                "this pipeline was closed, and its tables are gone: call export() or detach() before close()"
+            )
+        return copied(self._model, self._whole() if not self._ended else {})
 
     def detach(self) -> nn.Module:
         """End training. Returns the model that was passed in, with its own collections and whole trained tables.
 
-        Collective. Raises RuntimeError after an error, since a step was then not finished.
+        Collective. Raises RuntimeError after an error, since a step was then not finished, and after ``close``.
         """
+        if self._ended == "close" and self._trainer is not None:
+            raise RuntimeError("this pipeline was closed, and its tables are gone: call detach() instead of close()")
         if self._trainer is not None and not self._ended:
             tables = self._whole()
             self.close()
@@ -217,35 +220,39 @@ class NestPipeline:
 
     # ---- the first batch ----
 
-    def _begin(self, stream: _Stream) -> None:
+    def _begin(self, stream: Stream) -> None:
         """Find out what the model does with its first batch, agree on it, and build the engine. Collective."""
+        require_adoptable(self._model)
         collections = find_collections(self._model)
         tables = {name: t.weight for c in collections.values() for name, t in tables_of(c).items()}
         starts = whole_tables(collections)
-        require_adoptable(self._model)
         adopt_collections(self._model, self._lookups)
-        error, found = None, None
+        error, found, has_data = None, None, False
         try:
             raw = stream.peek(2 if self._check else 1)
-            if raw is not None:
+            has_data = raw is not None
+            if has_data:
                 reads = replace(self._reads, tables={}, seen=set())
                 batch = self._form.to_batch(raw, 0, reads)
                 reads.seen.update(source.path for source in sources(batch))
-                found = discover(
-                    self._model, tables, self._lookups, self._form, self._losses, batch, reads, self._check
-                )
+                if len(batch):
+                    found = discover(
+                        self._model, tables, self._lookups, self._form, self._losses, batch, reads, self._check
+                    )
         except Exception as failed:  # raised below, so that no rank waits for this one
             error = failed
         try:
-            results, failure = outcomes(None if error is None else str(error), found)
+            results, failure = outcomes(None if error is None else str(error), (has_data, found))
             if error is not None:
                 raise error
             if failure:
                 raise ValueError(f"rank {failure.rank}: {failure.why}")
-            known = [result for result in results if result is not None]
-            if not known:
+            known = [result for _, result in results if result is not None]
+            if not any(any_data for any_data, _ in results):
                 self._stream = None
                 raise StopIteration
+            if not known:
+                raise ValueError("the first batches of all ranks hold no sample, so nothing is known of the model")
             if len({result.summed for result in known}) > 1:
                 raise ValueError("the model returns Summed on some ranks and another loss on others; return one kind")
             for result in known:  # a rank without data learns from the others, and all know the same
@@ -292,49 +299,6 @@ class NestPipeline:
 
     def _whole(self) -> dict[str, Tensor]:
         return {table.name: self.trainer.table(table.name) for table in self._tables}
-
-
-class _Stream:
-    """A user's iterator as an iterator of Batch. ``peek`` keeps what it reads for later."""
-
-    def __init__(
-        self, source: Iterator[Any], prepare: Callable[[Any], Any] | None, convert: Callable[[Any, int], Batch]
-    ) -> None:
-        self.source = source
-        self._prepare = prepare
-        self._convert = convert
-        self._kept: deque[Any] = deque()
-        self._samples = 0
-
-    def __iter__(self) -> _Stream:
-        return self
-
-    def __next__(self) -> Batch:
-        batch = self._convert(self._kept.popleft() if self._kept else self._read(), self._samples)
-        self._samples += len(batch)
-        return batch
-
-    def peek(self, samples: int) -> Any:
-        """The first of the next batches that has so many samples, or else the next one. None if there is no batch."""
-        while len(self._kept) < _PEEKS:
-            if self._kept and _size(self._kept[-1]) >= samples:
-                return self._kept[-1]
-            try:
-                self._kept.append(self._read())
-            except StopIteration:
-                break
-        return self._kept[0] if self._kept else None
-
-    def _read(self) -> Any:
-        batch = next(self.source)
-        return batch if self._prepare is None else self._prepare(batch)
-
-
-def _size(batch: Any) -> int:
-    try:
-        return len(BatchFormat().to_batch(batch, 0, Reads({}, {})))
-    except ValueError:
-        return 2  # whatever is wrong with it is said when it is converted
 
 
 def _dense_optimizer(model: nn.Module, collections: dict[str, Any], make: DenseOptimizer) -> Any:

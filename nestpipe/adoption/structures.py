@@ -11,6 +11,11 @@ import torch
 
 from nestpipe.data.batch import Batch
 
+
+class BatchError(ValueError):
+    """A user's batch cannot be cut into micro-batches, or looks up ids that it does not hold. Names the field."""
+
+
 #: By type: (take apart into a mapping or sequence of parts, put together from such).
 OwnTypes = Mapping[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]]
 #: Makes a structure, given a function from a leaf's path to its value.

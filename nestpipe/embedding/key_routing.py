@@ -18,7 +18,7 @@ from nestpipe.embedding.host_table import ShardLayout
 from nestpipe.embedding.memory import HOST
 from nestpipe.ranks.collectives import Exchange
 
-Agree = Callable[[int, bool], tuple[int, bool]]
+Agree = Callable[[Tensor], Tensor]
 
 
 def _no_positions() -> Tensor:
@@ -118,8 +118,8 @@ class _Wanted:
     counts: np.ndarray
 
 
-def _no_agreement(samples: int, ended: bool) -> tuple[int, bool]:
-    return samples, ended
+def _only_this_group(facts: Tensor) -> Tensor:
+    return facts.unsqueeze(0)
 
 
 def route(
@@ -128,20 +128,22 @@ def route(
     layout: ShardLayout,
     exchange: Exchange,
     previous: RoutingPlan | None,
-    agree: Agree = _no_agreement,
+    agree: Agree = _only_this_group,
     taken: int = 0,
 ) -> RoutingPlan:
     """The routing plan of a batch, whose micro-batches are ``parts``. Collective: exchanges sizes, then keys.
 
     ``ended``: this rank has no more data and ``parts`` are empty. It still takes part until no rank has any data.
-    ``previous``: the plan of the previous batch, if buffers are to be synchronised with it. ``agree``: maps what the
-    group of ``exchange`` knows, (samples, whether its data has ended), to what all ranks know. ``taken``: how many
-    iterators this rank has read from. Raises ValueError on all ranks if they differ in that.
+    ``previous``: the plan of the previous batch, if buffers are to be synchronised with it. ``agree``: maps numbers
+    that the group of ``exchange`` knows, int64 [n], to those of all groups, [groups, n]. ``taken``: how many iterators
+    this rank has been given. Raises ValueError on all ranks if they differ in that.
     """
     wanted = _count(parts, layout)
-    asked, samples, group_ended = _exchange_counts(wanted, sum(map(len, parts)), ended, taken, exchange)
-    global_samples, all_ended = agree(samples, group_ended)
-    if all_ended:
+    asked, facts = _exchange_counts(wanted, sum(map(len, parts)), ended, taken, exchange)
+    samples, groups_ended, least, most = agree(facts).unbind(1)
+    _require_one_pass(int(least.min()), int(most.max()))
+    global_samples = int(samples.sum())
+    if groups_ended.all():
         return RoutingPlan(ended=True)
     local = wanted.distinct % layout.local_rows
     incoming = _exchange_keys(local, wanted.counts, asked, exchange)
@@ -179,8 +181,11 @@ def _count(parts: Sequence[Batch], layout: ShardLayout) -> _Wanted:
 
 def _exchange_counts(
     wanted: _Wanted, samples: int, ended: bool, taken: int, exchange: Exchange
-) -> tuple[np.ndarray, int, bool]:
-    """Keys that each rank asks this one for, int64 [ranks, micro-batches]; the group's samples; has its data ended?"""
+) -> tuple[np.ndarray, Tensor]:
+    """Keys that each rank asks this one for, int64 [ranks, micro-batches], and facts about the group, int64 [4].
+
+    The facts: its samples; whether its data has ended; the least and the most iterators that its ranks were given.
+    """
     micros, world = wanted.counts.shape
     facts = np.empty((world, micros + 3), dtype=np.int64)
     facts[:, :micros] = wanted.counts.T
@@ -189,13 +194,16 @@ def _exchange_counts(
     facts[:, micros + 2] = taken
     theirs = np.empty_like(facts)
     exchange.all_to_all(torch.from_numpy(theirs), torch.from_numpy(facts), [1] * world, [1] * world)
-    others = theirs[:, micros + 2]
-    if (others != taken).any():
+    total, all_ended, takens = theirs[:, micros].sum(), theirs[:, micros + 1].all(), theirs[:, micros + 2]
+    return theirs[:, :micros], torch.tensor([int(total), int(all_ended), int(takens.min()), int(takens.max())])
+
+
+def _require_one_pass(least: int, most: int) -> None:
+    if least != most:
         raise ValueError(
-            f"ranks read different passes over the data (the number of iterators so far, by rank: {others.tolist()}): "
+            f"ranks read different passes over the data (one was given {least} iterators so far, another {most}): "
             "pass a new iterator to progress() in the same call on every rank"
         )
-    return theirs[:, :micros], int(theirs[:, micros].sum()), bool(theirs[:, micros + 1].all())
 
 
 def _exchange_keys(local: Tensor, counts: np.ndarray, asked: np.ndarray, exchange: Exchange) -> Tensor:

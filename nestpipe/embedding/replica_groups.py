@@ -46,11 +46,9 @@ class Replicas:
         self.groups = groups
         self.exchanges = {name: Exchange(replica_groups(groups)) for name in ("replica keys", "replicas")}
 
-    def agree(self, samples: int, ended: bool) -> tuple[int, bool]:
-        """The number of samples in all groups' batches, and whether the data of all groups has ended."""
-        facts = torch.tensor([samples, ended])
-        self.exchanges["replica keys"].all_reduce(facts)
-        return int(facts[0]), int(facts[1]) == self.groups
+    def agree(self, facts: Tensor) -> Tensor:
+        """int64 [groups, n]: the ``facts``, int64 [n], of all groups. Part of K."""
+        return self.exchanges["replica keys"].all_gather(facts)
 
     def widened(self, plan: RoutingPlan, previous: RoutingPlan | None) -> RoutingPlan:
         """``plan`` with the rows that any group touches, since their replicas here must be updated too. Part of K."""

@@ -17,6 +17,7 @@ from nestpipe.embedding.sparse_optimizers import state_width
 from nestpipe.engine.dense_part import DensePart
 from nestpipe.engine.exchanges import open_exchanges
 from nestpipe.engine.lanes import LaneStopped, MakeLanes, OneAtATime
+from nestpipe.engine.random_turns import WATCHED_READS
 from nestpipe.engine.source import Source
 from nestpipe.engine.stage_functions import StageFunctions
 from nestpipe.engine.thread_lanes import ThreadLanes
@@ -100,24 +101,27 @@ class Engine:
     def progress(self, batches: Iterator[Batch]) -> StepResult:
         """See ``Trainer``. The iterator is read on another thread, some batches ahead.
 
-        A new iterator is read from this step on; batches of the old one that have been read are trained first.
-        After an error no step can follow: raises RuntimeError, which names the first error and the last whole step.
+        A new iterator is read from this step on; batches of the old one that have been read are trained first. All
+        ranks must pass it in the same call, else ValueError on all of them. After StopIteration the same object is
+        asked again. After an error no step can follow: raises RuntimeError, which names the first error and the last
+        whole step.
         """
         self._require_sound()
         with self._noting_failures():
-            while True:
-                result = self._run_step(batches)
-                if result is not None:
-                    self._source.trained(self._step)
-                    self._step += 1
-                    return result
+            while (result := self._run_step(batches)) is None:
                 # The step was skipped, since the data of all ranks had ended when its batch was read.
                 self._lanes.drain()
                 self._running = False
-                if self._source.is_from(self._step, batches):
+                if self._source.is_newest(self._step):
                     self._source.drop()
-                    raise StopIteration
-                self._source.begin_again()
+                    break
+                self._source.begin_again(self._step)
+            else:
+                self._source.trained(self._step)
+                self._step += 1
+        if result is None:
+            raise StopIteration
+        return result
 
     def _run_step(self, batches: Iterator[Batch]) -> StepResult | None:
         step, ahead = self._step, self._reads_ahead
@@ -133,13 +137,15 @@ class Engine:
         return self._lanes.take_spans()
 
     def table(self, name: str) -> Tensor:
+        rows = self._table.block(name).weight
         self._finish()
-        return self._whole(name, self._table.block(name).weight)
+        return self._whole(name, rows)
 
     def row_state(self, name: str) -> Tensor:
         """The optimizer state of a whole table, float32 [rows, state width], on every rank; else like ``table``."""
+        rows = self._table.block(name).state
         self._finish()
-        return self._whole(name, self._table.block(name).state)
+        return self._whole(name, rows)
 
     def load_table(self, name: str, rows: Tensor) -> None:
         """Set the weights of a table from ``rows``, float32 [table rows, dim], before the first step.
@@ -179,6 +185,7 @@ class Engine:
         self._running = False
         self._source.drop()
         self._step = state["step"]
+        self._stages.finished = self._step - 1
         self._early_rows = dict(state["in_flight"])
         self._table.rows.weight.copy_(state["weight"])
         self._table.rows.state.copy_(state["state"])
@@ -201,12 +208,19 @@ class Engine:
         return {**states[0], **head, "weight": rows.weight, "state": rows.state}
 
     def close(self) -> None:
-        if self._failure is None and self._running and not error_on_its_way():
+        """See ``Trainer``. Finishes the collectives in flight first, but asks the iterator for no other batch.
+
+        After an error it is local: other ranks may never get here.
+        """
+        alone = self._failure is not None or error_on_its_way()
+        if self._running and not alone:
             # All ranks have been given the same steps: a peer may be inside a collective of one of them.
+            self._source.close()
             with contextlib.suppress(LaneStopped):
                 self._lanes.drain(_DRAIN_SECONDS)
+        self._running = False
         self._lanes.close()
-        if not error_on_its_way():
+        if not alone:
             self._exchanges.close()
 
     # ---- running ----
@@ -214,17 +228,21 @@ class Engine:
     @contextlib.contextmanager
     def _noting_failures(self) -> Iterator[None]:
         """Remember an error, or an interrupt, that leaves a step unfinished."""
+        step = self._step
         try:
             yield
-        except StopIteration:
-            raise
         except BaseException as error:
             cause = error.__cause__ or error if isinstance(error, LaneStopped) else error
-            whole = self._step if self._stages.has_result(self._step) else self._step - 1
+            whole = self._stages.finished
             what = " ".join(f"{type(cause).__name__}: {cause}".split()).removesuffix(":")
-            self._failure = f"step {self._step} ended with {what}; the last whole step is {whole}"
+            last = "no step is whole" if whole < 0 else f"the last whole step is {whole}"
+            self._failure = f"step {step} ended with {what}; {last}"
             self._lanes.stop(cause)
-            raise cause from None
+            if isinstance(cause, StopIteration):  # not the end of the data, and must not look like it
+                raise RuntimeError(f"step {step} was ended by a StopIteration that is not the iterator's") from None
+            if cause is error:
+                raise
+            raise cause from cause.__cause__
 
     def _require_sound(self) -> None:
         if self._failure:
@@ -235,9 +253,13 @@ class Engine:
         self._running = True
         self._first = self._step
         self._stages.begin_at(self._step, self._early_rows)
+        self._early_rows = {}
         self._lanes.start(self._step - self._schedule.depth)
         for step in range(self._step - self._schedule.depth, self._step):
             self._lanes.run_step(step)
+        if self._reads_ahead:
+            self._lanes.wait(Ref("P", self._step + min(self._reads_ahead - 1, WATCHED_READS)))
+        self._stages.turns.decide(self._reads_ahead)
 
     def _finish(self) -> None:
         """Bring the host table up to date between steps. The pipeline resumes afterwards."""
@@ -246,10 +268,10 @@ class Engine:
             return
         with self._noting_failures():
             self._lanes.drain()
-        # If W belongs to the next step, the newest update is still only in the buffer between steps.
-        last = self._step - 1
-        if self._late_write_back and last >= self._first:
-            self._stages.execute(Ref("W", last))
+            # If W belongs to the next step, the newest update is still only in the buffer between steps.
+            last = self._step - 1
+            if self._late_write_back and last >= self._first:
+                self._stages.execute(Ref("W", last))
 
     def _in_flight(self) -> dict[int, Mapping[str, Tensor]]:
         if not self._running:
@@ -261,4 +283,5 @@ class Engine:
     def _whole(self, name: str, blocks: Tensor) -> Tensor:
         """All rows of a table, gathered from every rank's block of it. Collective."""
         count = next(table.rows for table in self._table.layout.tables if table.name == name)
-        return self._exchanges.keys.all_gather(blocks).flatten(0, 1)[:count]
+        with self._noting_failures():
+            return self._exchanges.keys.all_gather(blocks).flatten(0, 1)[:count]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nestpipe.embedding.memory import Memory
 from nestpipe.ranks.collectives import Exchange
 
-#: What the float32 vector carries beside gradients: the loss and the count.
+#: The first entries of the facts, before a flag for each weight: the loss and the count.
 _TOTALS = 2
 
 
@@ -19,7 +19,8 @@ class Gradients:
 
     ``reduce`` copies them into flat vectors, one for each type, sums those over ranks in that type, as
     DistributedDataParallel does, and makes each gradient a view of them. A weight that no rank used keeps None, so an
-    optimizer leaves it alone. Which ranks used it travels in the float32 vector, with ``loss`` and ``count``.
+    optimizer leaves it alone. Which ranks used it is in a small vector of its own, with ``loss`` and ``count``: in a
+    vector of gradients it would change where gloo cuts that, and so the order and the bits of its sums.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], memory: Memory) -> None:
@@ -35,14 +36,13 @@ class Gradients:
         self._flat: dict[torch.dtype, Tensor] = {}
         self._weights = [p for p, needed in zip(self._parameters, trained, strict=True) if needed]
         self._views: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys([torch.float32, *(p.dtype for p in self._weights)]):
+        for dtype in dict.fromkeys(p.dtype for p in self._weights):
             own = [p for p in self._weights if p.dtype == dtype]
-            extra = _TOTALS + len(self._weights) if dtype == torch.float32 else 0
-            flat = self._memory.zeros(sum(p.numel() for p in own) + extra, dtype=dtype)
+            flat = self._memory.zeros(sum(p.numel() for p in own), dtype=dtype)
             self._flat[dtype] = flat
-            for parameter, piece in zip(own, flat[: len(flat) - extra].split([p.numel() for p in own]), strict=True):
+            for parameter, piece in zip(own, flat.split([p.numel() for p in own]), strict=True):
                 self._views[id(parameter)] = piece.view_as(parameter)
-        self._tail = self._flat[torch.float32][-_TOTALS - len(self._weights) :]
+        self._facts = self._memory.zeros(_TOTALS + len(self._weights), dtype=torch.float64)
 
     def reduce(self, exchange: Exchange) -> tuple[float, float]:
         """Sum over ranks. Returns the sums of ``loss`` and ``count``."""
@@ -58,10 +58,9 @@ class Gradients:
             if mine:
                 targets = [self._views[id(p)] for p in mine]
                 torch._foreach_copy_(targets, [_dense(p.grad) for p in mine])
-            self._tail.copy_(torch.tensor([self.loss, self.count, *map(float, used)]))
-            for flat in self._flat.values():
-                exchange.all_reduce(flat)
-        loss, count, *flags = self._tail.tolist()
+            self._facts.copy_(torch.tensor([self.loss, self.count, *map(float, used)], dtype=torch.float64))
+            exchange.all_reduce_each([*self._flat.values(), self._facts])
+        loss, count, *flags = self._facts.tolist()
         for parameter, flag in zip(self._weights, flags, strict=True):
             parameter.grad = self._views[id(parameter)] if flag else None
         self.loss = self.count = 0.0

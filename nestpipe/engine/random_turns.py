@@ -7,7 +7,7 @@ Whoever came first would get other numbers in each run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,16 +15,19 @@ from torch import Tensor
 
 #: So many forward passes are watched before it is decided that they draw nothing.
 _WATCHED = 4
+#: The last batch, counted from the first, that is read before the first forward pass to see whether reads draw.
+WATCHED_READS = 2
 
 
 class RandomTurns:
-    """``decide`` comes before the first forward pass; ``reading`` and ``computing`` are around what may draw.
+    """``reading`` is around each read of a batch and ``computing`` around each forward or backward pass.
 
-    If reads draw, they go on with torch's generator, as in a loop without a pipeline, and forward and backward passes
-    have a state of their own. The two then exclude each other. If forward passes turn out to draw nothing, this ends;
-    when exactly it ends cannot change a number. If reads draw nothing, nothing is changed. Samplers draw a seed in the
-    first read from their iterator. If that happens while a pipeline is full, it gets a state of its own. A loader
-    that begins to draw later is not noticed.
+    ``decide`` comes between the first reads and the first pass. If reads draw, they go on with torch's generator, as in
+    a loop without a pipeline, and passes have a state of their own. The two then exclude each other. If passes turn
+    out to draw nothing, this ends; when exactly it ends cannot change a number. If reads draw nothing, nothing changes.
+
+    The first read from an iterator does not count, because samplers draw a seed there. If it happens while other
+    batches are in flight, it gets a state of its own. A loader that begins to draw later is not noticed.
     """
 
     def __init__(self) -> None:
@@ -32,27 +35,39 @@ class RandomTurns:
         self._passes = 0
         self._passes_draw = False
         self._reads_draw = False
-        self._state: Tensor | None = None  # of forward and backward passes
-        self.undecided = True
+        self._undecided = True
+        self._state: Tensor | None = None  # of passes, if reads draw
 
-    def decide(self, read: Callable[[], object]) -> None:
-        """Call ``read`` once for the first batch, and twice more to see whether reads draw."""
-        read()
-        before = torch.get_rng_state()
-        read()
-        read()
-        after = torch.get_rng_state()
-        self._reads_draw = not torch.equal(before, after)
-        self._state = torch.Generator().manual_seed(_number(after)).get_state()
-        self.undecided = False
+    @property
+    def active(self) -> bool:
+        """Whether reads draw. A step then ends after its read, so what a caller draws in between repeats too."""
+        return self._reads_draw
+
+    def decide(self, ahead: int) -> None:
+        """``ahead``: how many batches before its own step a batch is read. 0: reads and passes never overlap.
+
+        With 1, only the first batch has been read by now, so that reads are assumed to draw.
+        """
+        if not self._undecided:
+            return
+        self._undecided = False
+        self._reads_draw = ahead == 1 or (ahead > 1 and self._reads_draw)
+        if self._reads_draw:
+            self._state = torch.Generator().manual_seed(_number(torch.get_rng_state())).get_state()
 
     @contextmanager
-    def reading(self, new_iterator: int) -> Iterator[None]:
-        """``new_iterator``: its number if this is the first read from an iterator while others are in flight, or 0."""
-        if new_iterator:
+    def reading(self, new_iterator: int, is_alone: bool) -> Iterator[None]:
+        """``new_iterator``: its number if this is the first read from an iterator, or 0. ``is_alone``: the pipeline is
+        empty."""
+        if self._undecided:
+            before = torch.get_rng_state()
+            yield
+            self._reads_draw |= not new_iterator and not torch.equal(before, torch.get_rng_state())
+        elif new_iterator and not is_alone:
             with self._lock:
                 outside = torch.get_rng_state()
-                torch.manual_seed(_number(torch.tensor([torch.initial_seed() % 2**31, new_iterator])))
+                generator = torch.Generator().manual_seed((torch.initial_seed() + new_iterator) % 2**62)
+                torch.set_rng_state(generator.get_state())
                 try:
                     yield
                 finally:
@@ -74,8 +89,8 @@ class RandomTurns:
             yield
             return
         with self._lock:
-            outside = torch.get_rng_state() if self._reads_draw else None
-            if outside is not None and self._state is not None:
+            outside = torch.get_rng_state() if self._state is not None else None
+            if self._state is not None:
                 torch.set_rng_state(self._state)
             before = torch.get_rng_state() if is_forward and not self._passes_draw else None
             try:

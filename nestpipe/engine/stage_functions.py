@@ -32,8 +32,8 @@ _ENDED = RoutingPlan(ended=True)
 class StageFunctions:
     """``execute`` runs one operation. The caller is responsible for the order.
 
-    ``source``: what P reads from. ``functions``: the function of each stage, by letter. Raises ValueError for a stage
-    of ``schedule`` that has no function.
+    ``source``: what P reads from. ``functions``: the function of each stage, by letter. ``finished``: the last batch
+    that O has trained. Raises ValueError for a stage of ``schedule`` that has no function.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StageFunctions:
         self._divide_by = divide_by
         self._exchanges = exchanges
         self._source = source
-        self._turns = RandomTurns()
+        self.turns = RandomTurns()
         self._memory = memory
         self._averaged = "update_rule" in marks["U"]
         self._rule = momentum_scaled(sparse_optimizer, exchanges.copies) if self._averaged else sparse_optimizer
@@ -86,6 +86,7 @@ class StageFunctions:
         self._losses: dict[int, float] = {}  # by batch: this rank's share so far
         self._totals: dict[int, BatchTotals] = {}
         self._results: dict[int, StepResult] = {}
+        self.finished = -1
         self._first = 0
         self._early_rows: Mapping[int, Mapping[str, Tensor]] = {}
 
@@ -108,10 +109,6 @@ class StageFunctions:
         """The result that O left for ``step``, only once; None if the data of all ranks had ended."""
         return self._results.pop(step, None)
 
-    def has_result(self, step: int) -> bool:
-        """Whether ``step`` has been trained and its result not taken yet."""
-        return step in self._results
-
     def rows_read_early(self, batch: int) -> dict[str, Tensor] | None:
         """Copies of a batch's rows in its buffer if any of them no longer matches the table, None if all match."""
         ref = Ref("R", batch)
@@ -126,11 +123,7 @@ class StageFunctions:
     # ---- the stages ----
 
     def _prefetch(self, ref: Ref) -> None:
-        if self._turns.undecided:
-            self._turns.decide(lambda: self._source.read_ahead(ref.batch))
-        # At the start of a pipeline nothing else runs yet.
-        fresh = 0 if ref.batch == self._first else self._source.new_iterator(ref.batch)
-        with self._turns.reading(fresh):
+        with self.turns.reading(self._source.new_iterator(ref.batch), is_alone=ref.batch == self._first):
             batch, taken = self._source.read(ref.batch)
         parts = self._empty_parts() if batch is None else batch.split(self._micro_batches)
         self._rings["input", ref] = (parts, batch is None, taken)
@@ -190,7 +183,7 @@ class StageFunctions:
             return
         plan = self._plan(ref)
         received = self._rings["received", ref].requires_grad_()
-        with self._turns.computing(is_forward=True):
+        with self.turns.computing(is_forward=True):
             total, count = self._dense.losses(part, received, plan.micro[ref.micro - 1].inverse)
         loss = total / self._divisor(ref, plan)
         self._rings["activation", ref] = loss, float(loss.detach()), 0.0 if count is None else float(count)
@@ -216,7 +209,7 @@ class StageFunctions:
         received = self._rings["received", ref]
         if activation is not None:
             loss, value, count = activation
-            with self._turns.computing(is_forward=False):
+            with self.turns.computing(is_forward=False):
                 loss.backward()
             self._dense.add(value, count)
             self._losses[ref.batch] = self._losses.get(ref.batch, 0.0) + value
@@ -293,6 +286,7 @@ class StageFunctions:
             duplication_factor=plan.travelling / max(1, plan.distinct),
             replica_bytes=sent * self._dim * 4,
         )
+        self.finished = ref.batch
 
     def _write_back(self, ref: Ref) -> None:
         self._table.rows.scatter(self._plan(ref).rows, self._rings["buffer", ref].rows)

@@ -73,6 +73,13 @@ class Exchange:
         if self.world_size > 1:
             dist.all_reduce(tensor, group=self.group)
 
+    def all_reduce_each(self, tensors: Sequence[Tensor]) -> None:
+        """``all_reduce`` for each of ``tensors``, all at once, so that the latency is paid once."""
+        if self.world_size > 1:
+            for work in [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]:
+                if work is not None:  # None: this rank is not in the group
+                    work.wait()
+
     def broadcast(self, tensor: Tensor) -> None:
         """Make ``tensor`` that of the group's first rank, in place."""
         if self.world_size > 1:

@@ -16,7 +16,7 @@ pytest.importorskip("torchrec")
 
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from tests.support.adoption_cases import DIM, ROWS, Case, Clicks, Scores, as_expected, bags, clicks, keyed, verdict
+from tests.support.adoption_cases import ROWS, Case, Clicks, Scores, as_expected, bags, clicks, keyed, verdict
 
 
 def times(factor):

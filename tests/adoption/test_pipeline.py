@@ -35,7 +35,7 @@ def weighted_mean(score, label):
     [
         (lambda: Clicks(bags(), middle=nn.BatchNorm1d(8)), r"net\.1 \(BatchNorm1d\)"),
         (lambda: Clicks(bags(), loss=in_batch_negatives), "in-batch negatives"),
-        (lambda: Clicks(bags(), loss=weighted_mean), "is not the sum over its micro-batches"),
+        (lambda: Clicks(bags(), loss=weighted_mean), "is not the sum over its parts"),
         (lambda: Clicks(bags(), loss=lambda s, y: (s - y).square().sum()), "reduction='sum'"),
     ],
 )
@@ -167,19 +167,29 @@ def test_several_collections_of_both_kinds():
     pipeline.close()
 
 
-def refused_on_rank() -> str:
-    """Only rank 1 has no batch."""
-    pipeline = NestPipeline(Clicks(bags()), sgd, SGD, micro_batches=2)
+def without_data_on_rank_1(rank_1_has: int, refused: bool) -> str | list[float]:
+    """Losses of two steps, of which rank 1 has data in ``rank_1_has`` and rank 0 in all; or why they are refused."""
+    dense = in_batch_negatives if refused and dist.get_rank() == 0 else None
+    pipeline = NestPipeline(Clicks(bags(), loss=dense), sgd, SGD, micro_batches=2)
+    batches = iter([user_batch(4, n) for n in range(2 if dist.get_rank() == 0 else rank_1_has)])
     try:
-        pipeline.progress(iter([user_batch(4, 1)] if dist.get_rank() == 0 else []))
+        return [pipeline.progress(batches).global_loss for _ in range(2)]
     except ValueError as error:
         return str(error)
-    return "not refused"
+    finally:
+        pipeline.close()
 
 
 def test_what_one_rank_refuses_all_refuse(pool2):
-    one, other = pool2.run(refused_on_rank)
-    assert "rank 1: the first iterator holds no batch" in one and "holds no batch" in other
+    one, other = pool2.run(without_data_on_rank_1, 2, refused=True)
+    assert "in-batch negatives" in one and other == f"rank 0: {one}"
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_rank_whose_data_ends_early_trains_nothing_while_others_train(pool2, batches):
+    """Also if it has no data at all: it learns from the others what the model looks up."""
+    one, other = pool2.run(without_data_on_rank_1, batches, refused=False)
+    assert one == other and len(one) == 2 and all(loss > 0 for loss in one)
 
 
 # ---- DLRM ----

@@ -78,7 +78,7 @@ def rank() -> int:
 def clicks(
     extra: Callable[[int, int, torch.Generator], Any] | None = None,
     samples: int | list[int] = 9,
-    steps: int = 4,
+    steps: int = 3,
     change: Callable[[int, Clicks], Any] | None = None,
     **options,
 ) -> Callable[[], Iterator[Any]]:
@@ -128,8 +128,10 @@ class Scores(nn.Module):
 class Case:
     """``refused``: a pattern of the message that is expected; empty if the model must train as in a plain loop.
 
-    ``later``: it is refused in a later step than the first, so the model is not given back as it was. ``options``: for NestPipeline. ``dense``: the factory of the dense optimizer. ``prepare``: what the plain loop does
-    with a batch before its model, for cases with preprocess=. ``each(step, model)``: called after each step.
+    ``later``: it is refused in a later step than the first, so the model is not given back as it was. ``options``: for
+    NestPipeline. ``dense``: the factory of the dense optimizer. ``prepare``: what the plain loop does with a batch
+    before its model, for cases with preprocess=. ``size``: the samples of a batch. ``each(step, model, optimizer)``:
+    called after each step.
     """
 
     model: Callable[[], nn.Module]
@@ -150,7 +152,7 @@ def verdict(case: Case) -> str:
     with torch.random.fork_rng(), torch.enable_grad():
         model, plain = (_seeded(case.model) for _ in range(2))
         before = {name: value.clone() for name, value in model.state_dict().items() if not value.is_meta}
-        options = {"micro_batches": 4, **case.options}
+        options = {"micro_batches": 3, **case.options}
         try:
             ours = train_nest(model, case, options)
         except (ValueError, RuntimeError) as error:
