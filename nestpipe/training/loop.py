@@ -23,7 +23,8 @@ from nestpipe.models.next_item import build_model_spec
 from nestpipe.models.ranking_quality import evaluate
 from nestpipe.ranks.rank import send_to_launcher
 from nestpipe.trainer import DenseOptimizer, SparseOptimizer, StepResult, Trainer
-from nestpipe.training.checkpoint import Checkpoints, method_folder, newest, require_resumable, require_unused
+from nestpipe.training.checkpoint import Checkpoints
+from nestpipe.training.manifest import method_folder, newest, require_resumable, require_unused
 
 #: Called after each step, on every rank, with (method, steps done, total, the rank's loss). It must return the same
 #: order on every rank; ``stop`` saves first, if there is a folder for checkpoints.
