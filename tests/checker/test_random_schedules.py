@@ -36,9 +36,9 @@ def accepted(template: Schedule) -> bool:
     return {problem.kind for problem in check(template)} <= {"lossy"}
 
 
-def shape(template: Schedule) -> tuple[tuple[str, str, int], ...]:
-    """The order of a schedule without its numbers: stages, lanes and offsets."""
-    return tuple((o.ref.stage, o.lane, o.ref.batch) for o in template.ops)
+def shape(template: Schedule) -> tuple[tuple[str, int], ...]:
+    """The order of a schedule's operations, whatever its offsets, rings and lanes."""
+    return tuple((o.ref.stage, o.ref.micro) for o in template.ops)
 
 
 def changed(seed: int, orders: int) -> str:

@@ -118,6 +118,6 @@ def test_a_text_without_name_or_operations_is_refused(text: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for name in ("missing", "binary"):
-        with pytest.raises(ScheduleError, match=f"{name}: cannot be read as a schedule"):
+    for name, why in (("missing", "there is no such file"), ("binary", "cannot be read as a schedule")):
+        with pytest.raises(ScheduleError, match=f"{name}: {why}"):
             load(tmp_path / name)
