@@ -129,7 +129,7 @@ def _operation(words: list[str]) -> Op:
     for word in words[2:]:
         if word in KEYWORDS:
             if word in parts:
-                raise ValueError(f"'{word}' stands twice in the line: give all of it once")
+                raise ValueError(f"'{word}' is in the line twice: give all of it once")
             current = parts[word] = []
         elif current is None:
             raise ValueError(f"'{word}': expected one of {' '.join(KEYWORDS)}")

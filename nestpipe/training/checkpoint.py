@@ -3,7 +3,7 @@
     DIR/METHOD/step-00000012/rank-0.pt ...   plain tensors and numbers (torch.save), read back with weights_only
     DIR/METHOD/step-00000012/manifest.json   written last: step, ranks, configuration, a SHA-256 of each file
 
-DIR/METHOD belongs to one run: a fresh run is refused there, only a resumed one goes on. The newest checkpoint is the
+DIR/METHOD belongs to one run: a fresh run is refused there, only a resumed one continues. The newest checkpoint is the
 one that was saved last, not the one of the largest step: with more ranks, a run is further at a smaller step.
 A checkpoint is written under a temporary name and is renamed once every rank's file is on disk, so a folder with a
 final name is complete. What a killed run left half-written still has its temporary name, and the next save removes it.
@@ -219,7 +219,7 @@ def _each_rank(work: Callable[[], Any], share: bool = True) -> Any:
         result = work()
     except CheckpointError as error:
         failure = str(error)
-    except Exception as error:  # whatever it is: a rank that raised alone would leave the others waiting
+    except Exception as error:  # whatever it is: if only one rank raised, the others would wait for it
         kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) else f"{type(error).__name__}: "
         failure = f"checkpoint: {kind}{error}"
     results, failed = outcomes(failure, result if share else None)

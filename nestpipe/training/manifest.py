@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest says, which checkpoint is the newest, and whether a run may go on from it."""
+"""What a checkpoint's manifest says, which checkpoint is the newest, and whether a run may continue from it."""
 
 from __future__ import annotations
 

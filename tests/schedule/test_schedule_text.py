@@ -91,7 +91,7 @@ def test_empty_reads_differ_from_reads_that_are_left_out() -> None:
         ("ring", "the line ends too early"),
         ("ring buffer=2 buffer=3", "ring 'buffer' is given twice, first as 2: keep one"),
         ("R rows after", "'after': nothing follows it"),
-        ("R rows after K after P", "'after' stands twice in the line"),
+        ("R rows after K after P", "'after' is in the line twice"),
         ("R rows reads table-1", "'table-1': only these have a slot of the batch before: input batch"),
         ("F.1 compuet", "lane 'compuet': is it 'compute'?"),
         ("F.1 Compute", "lane 'Compute': is it 'compute'?"),

@@ -82,7 +82,7 @@ def one_rank(tmp_path):
 
 
 def test_foreign_checkpoints_are_neither_deleted_nor_in_the_way(one_rank, tmp_path) -> None:
-    """Whatever lies in the folder already, each save stays until this run has saved newer ones."""
+    """Whatever is in the folder already, each save stays until this run has saved newer ones."""
     folder = tmp_path / "ck"
     foreign(folder, 20)
     foreign(folder, 15)
@@ -96,7 +96,7 @@ def test_foreign_checkpoints_are_neither_deleted_nor_in_the_way(one_rank, tmp_pa
 
 
 def test_the_newest_is_the_one_saved_last(one_rank, tmp_path) -> None:
-    """A run that goes on with more ranks is further at a smaller step."""
+    """A run that continues with more ranks is further at a smaller step."""
     folder = tmp_path / "ck"
     foreign(folder, 20, ranks=2, identity={"seed": 3}, files={"rank-0.pt": "", "rank-1.pt": ""}, number=2)
     own = Checkpoints(folder, "m", {"seed": 3})
