@@ -100,7 +100,7 @@ def own_checkpoints(folder: PointFolder, job: str) -> Path:
         except (OSError, shutil.Error):
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(newest, target)
-        print(f"resuming after step {int(newest.name.removeprefix('step-'))}", flush=True)
+        print(f"resuming after step {int(newest.name.split('-')[1])}", flush=True)
     return own
 
 

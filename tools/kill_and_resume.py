@@ -69,7 +69,7 @@ def half_written(folder: Path) -> set[tuple[str, int]]:
 
 
 def saved_steps(folder: Path) -> int:
-    return sum(max((int(p.name[5:]) for p in m.glob("step-*")), default=0) for m in folder.glob("*"))
+    return sum(max((int(p.name[5:13]) for p in m.glob("step-*")), default=0) for m in folder.glob("*"))
 
 
 def killed(process: subprocess.Popen, folder: Path, in_write: bool, draw: random.Random) -> bool:

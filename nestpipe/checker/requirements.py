@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nestpipe.checker.rules import unfinished_steps
-from nestpipe.schedule.operations import Op, Ref, Schedule
+from nestpipe.checker.rules import hidden_accesses, unfinished_steps
+from nestpipe.schedule.operations import Ref, Schedule
 from nestpipe.schedule.stages import STAGES
 
 
@@ -25,15 +25,10 @@ def require_runnable(schedule: Schedule) -> None:
     for name in required_operations(schedule):
         if name not in schedule.places:
             raise ValueError(f"schedule '{schedule.name}' lacks {name}: this engine cannot train without it")
-    if texts := unfinished_steps(schedule):
+    if schedule.averages_replicas:
+        raise ValueError(f"schedule '{schedule.name}': its D averages replicas, which this engine does not do")
+    if texts := [*unfinished_steps(schedule), *hidden_accesses(schedule)]:
         raise ValueError(f"schedule '{schedule.name}': {texts[0]}")
-    for op in schedule.ops:
-        writes = _written(op, schedule)
-        touched = {*op.stage.reads, *writes} - {"plan-1"}
-        hidden = sorted(touched - {*op.reads, *op.writes}) or sorted(writes - {*op.writes})
-        if hidden:
-            name = f"schedule '{schedule.name}': {op.ref.relative()}"
-            raise ValueError(f"{name} touches {', '.join(hidden)}, which it does not declare")
 
 
 def required_operations(schedule: Schedule) -> list[str]:
@@ -50,13 +45,3 @@ def required_operations(schedule: Schedule) -> list[str]:
         if need[stage.required]
         for micro in (range(1, schedule.micro_batches + 1) if stage.per_micro_batch else (0,))
     ]
-
-
-def _written(op: Op, schedule: Schedule) -> set[str]:
-    """What the stage writes in the engine. U writes the table if it updates that itself; G writes what D then sums."""
-    written = set(op.stage.writes)
-    if op.ref.stage == "U" and schedule.updates_table:
-        written = written - {"buffer"} | {"table"}
-    if op.ref.stage == "G" and schedule.replicated and not schedule.averages_replicas:
-        written = {"arrived"}
-    return written

@@ -1,6 +1,7 @@
 """The checker: is this schedule well formed, and is it synchronous training?
 
-Three rules on the unrolled graph are reported in this order:
+The first rule is that every stage declares what it touches: the others look at what is declared. Three rules on the
+unrolled graph follow, reported in this order:
 
 * structure: there is no cycle, every operation runs once, and each process group has one lane;
 * races: no two conflicting operations are unordered;
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 
 from nestpipe.checker.problem import Problem
 from nestpipe.checker.staleness import wrong_values
-from nestpipe.schedule.operations import Op, Schedule
+from nestpipe.schedule.operations import Op, Schedule, beyond_limits
 from nestpipe.schedule.order import linear_extension, ordered_before
 from nestpipe.schedule.stages import BATCH_RINGS, GLOBALS, MICRO_RINGS
 
@@ -32,7 +33,7 @@ def check(schedule: Schedule, batches: int | None = None) -> list[Problem]:
 
     ``batches``: how many to unroll. The default is enough for every ring to turn over at least twice.
     """
-    problems = _structure(schedule)
+    problems = [Problem("malformed", text) for text in hidden_accesses(schedule)] + _structure(schedule)
     if problems:
         return problems
     batches = batches or enough_batches(schedule)
@@ -59,10 +60,14 @@ def with_empty_batches(schedule: Schedule, batches: int) -> list[Op]:
 
 
 def enough_batches(schedule: Schedule) -> int:
-    """At least six batches, and enough for every ring to turn over twice."""
+    """At least six batches, and enough for every ring to turn over twice and for the furthest offsets to meet.
+
+    At most 62, since symbolic rows have a bit per batch: ``beyond_limits`` refuses what would need more.
+    """
     turn = max(schedule.rings[name] for name in BATCH_RINGS)
+    ahead = schedule.depth - schedule.offsets[0]
     micro_turn = max(-(-schedule.rings[name] // schedule.micro_batches) for name in MICRO_RINGS)
-    return min(60, max(6, turn + 3, 2 * micro_turn + 2))  # symbolic rows have a bit per batch
+    return max(6, turn + 3, 2 * micro_turn + 2, ahead + 3)
 
 
 def unfinished_steps(schedule: Schedule) -> list[str]:
@@ -79,7 +84,32 @@ def unfinished_steps(schedule: Schedule) -> list[str]:
     return texts
 
 
+def hidden_accesses(schedule: Schedule) -> list[str]:
+    """Sentences on operations whose stage touches in the engine what they do not declare."""
+    texts = []
+    for o in schedule.ops:
+        if o.ref.stage == "D" and schedule.averages_replicas:
+            continue  # it touches whatever holds the replicas, and this engine does not run it
+        writes = _written(o, schedule)
+        touched = {*o.stage.reads, *writes} - {"plan-1"}
+        if hidden := sorted(touched - {*o.reads, *o.writes}) or sorted(writes - {*o.writes}):
+            texts.append(f"{o.ref.relative()} touches {', '.join(hidden)}, which it does not declare")
+    return texts
+
+
+def _written(op: Op, schedule: Schedule) -> set[str]:
+    """What the stage writes in the engine. U writes the table if it updates that itself; G writes what D then sums."""
+    written = set(op.stage.writes)
+    if op.ref.stage == "U" and schedule.updates_table:
+        written = written - {"buffer"} | {"table"}
+    if op.ref.stage == "G" and schedule.replicated and not schedule.averages_replicas:
+        written = {"arrived"}
+    return written
+
+
 def _structure(schedule: Schedule) -> list[Problem]:
+    if text := beyond_limits(schedule):
+        return [Problem("malformed", text)]
     texts = []
     names = [o.ref.in_step() for o in schedule.ops]
     for o in schedule.ops:

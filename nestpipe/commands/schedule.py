@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Annotated
 import tyro
 
 from nestpipe.checker.observed_run import violations
+from nestpipe.checker.problem import Problem
 from nestpipe.checker.requirements import lanes_without_waiting
 from nestpipe.checker.rules import check
 from nestpipe.drawing.text_grid import grid
@@ -84,8 +86,16 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{schedule.name}: NOT plain synchronous training, {len(problems)} problem{'s' * (len(problems) > 1)}:")
     for hint in _hints(schedule):
         print(f"  {hint}")
-    _print_some(problems, command.all)
+    _print_some(_grouped(problems), command.all)
     return 1
+
+
+def _grouped(problems: Sequence[Problem]) -> list[str]:
+    """One line for the same fault of an operation in several steps: the first, and how often it occurs."""
+    found: dict[str, list[str]] = {}
+    for problem in problems:  # all numbers but those of micro-batches
+        found.setdefault(re.sub(r"(?<![.\d])\d+", "#", str(problem)), []).append(str(problem))
+    return [same[0] + (f" (in {len(same)} steps)" if len(same) > 1 else "") for same in found.values()]
 
 
 def _compare_with_trace(command: ScheduleCommand, path: Path) -> int:

@@ -13,6 +13,7 @@ needs them to mask accidental hits, and a pipeline may have consumed the sparse 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ from nestpipe.data.batch import Batch, Jagged
 
 Reader = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
+_FINGERPRINT_ITEMS = 1_000_000
 _NEGATIVES = 1  # separates draws for one purpose from those for another
 
 
@@ -71,6 +73,20 @@ class Dataset(Histories):
         if not self.bad_rows:
             return []
         return [f"{self.bad_rows} malformed rows were skipped: " + "; ".join(self.bad_row_examples)]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells this data from other data: a hash of all lengths and test items, and of the histories of users spread
+        evenly over all, up to a million items."""
+        digest = hashlib.sha256(f"{self.items}".encode())
+        for values in (self.lengths, self.test_items):
+            digest.update(values.astype(np.int64).tobytes())
+        every = max(1, -(-int(self.lengths.sum()) // _FINGERPRINT_ITEMS))
+        users = np.arange(0, self.users, every)
+        for some in np.array_split(users, max(1, len(users) // 1024)):
+            for values in self.read(some, np.zeros_like(some), self.lengths[some]):
+                digest.update(values.astype(np.int64).tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def users(self) -> int:

@@ -82,6 +82,7 @@ class StageFunctions:
         self._dim = table.layout.tables[0].dim
         state_width = table.rows.state.shape[1]
         self._rings = Rings(schedule, lambda: RowBuffer(self._dim, state_width, memory))
+        self._current = RowBuffer(self._dim, state_width, memory)  # used only where U updates the table
         self._losses: dict[int, float] = {}  # by batch: this rank's share so far
         self._totals: dict[int, BatchTotals] = {}
         self._results: dict[int, StepResult] = {}
@@ -251,10 +252,12 @@ class StageFunctions:
             self._rings["loss_count", ref] = totals.total_count
 
     def _sparse_update(self, ref: Ref) -> None:
-        total, rows = self._rings["accumulator", ref], self._rings["buffer", ref].rows
-        index = self._plan(ref).rows
+        total, index = self._rings["accumulator", ref], self._plan(ref).rows
         if self._schedule.updates_table:  # the buffer's rows were read early, so update the table's current ones
+            rows = self._current.resize(len(index))
             self._table.rows.gather(index, rows)
+        else:
+            rows = self._rings["buffer", ref].rows
         correction = self._correction(ref)
         if correction != 1.0:
             total.mul_(correction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,10 +40,15 @@ class Exchange:
         """
         if self.world_size == 1:
             target.copy_(source)
-        elif dist.get_backend(self.group) == "gloo":
+        elif self._gloo_on(source.device):
             self._point_to_point(target, source, receive, send)
         else:
             dist.all_to_all_single(target, source, list(receive), list(send), group=self.group)
+
+    def _gloo_on(self, device: torch.device) -> bool:
+        # The name of a group for two kinds of device is "cpu:gloo,cuda:nccl", so the device's own backend is asked.
+        group: Any = self.group
+        return bool(group._get_backend(device).name() == "gloo")
 
     def _point_to_point(self, target: Tensor, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
         # gloo's all-to-all queues its receive notices behind the payload, which halves the rate of a full-duplex

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from nestpipe.schedule.operations import Op, Ref, Schedule
+from nestpipe.schedule.operations import Op, Ref, Schedule, beyond_limits
 from nestpipe.schedule.order import with_derived_edges
 from nestpipe.schedule.stages import BATCH_RINGS, MICRO_RINGS, STAGES
 
@@ -39,11 +39,14 @@ def parse_ref(text: str) -> Ref:
 def schedule(name: str, micro_batches: int, ops: Sequence[Op], derive: bool = True, **rings: int) -> Schedule:
     """The schedule of ``ops``. Unless ``derive`` is off, missing edges are derived from their reads and writes.
 
-    ``rings``: sizes of rings that differ from the default. Raises ValueError if there are no micro-batches.
+    ``rings``: sizes of rings that differ from the default. Raises ValueError if there are no micro-batches, or
+    if a ring or the span of the offsets is beyond what the checker can follow.
     """
     if micro_batches < 1:
         raise ValueError(f"schedule {name}: micro_batches is {micro_batches}, must be at least 1")
     result = Schedule(name, micro_batches, tuple(ops), {**BATCH_RINGS, **MICRO_RINGS, **rings})
+    if text := beyond_limits(result):
+        raise ValueError(f"schedule {name}: {text}")
     return with_derived_edges(result) if derive else result
 
 

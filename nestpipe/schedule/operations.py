@@ -17,6 +17,10 @@ from nestpipe.schedule.stages import GLOBALS, MICRO_RINGS, STAGES, Stage
 
 #: The largest window that schedules are made for. Much larger ones take minutes and gigabytes to unroll and check.
 MAX_MICRO_BATCHES = 1024
+#: The most batches that a ring holds, and that a step spans. The checker unrolls a few more, one bit for each.
+MAX_BATCHES = 48
+#: The most batches whose micro-batches fit into a ring of micro-batches: it has to turn over twice.
+MAX_BATCHES_OF_MICRO = 24
 
 
 class Ref(NamedTuple):
@@ -142,3 +146,15 @@ class Schedule:
             return resource, (ref.batch * self.micro_batches + ref.micro - 1) % self.rings[resource]
         name, batch = (resource[:-2], ref.batch - 1) if resource.endswith("-1") else (resource, ref.batch)
         return name, batch % self.rings[name]
+
+
+def beyond_limits(schedule: Schedule) -> str:
+    """A sentence on a ring or an offset that is larger than the checker can follow, empty if there is none."""
+    for name, size in schedule.rings.items():
+        most = MAX_BATCHES_OF_MICRO * schedule.micro_batches if name in MICRO_RINGS else MAX_BATCHES
+        if size > most:
+            return f"ring {name}={size} is larger than anything needs: use at most {most}"
+    low, high = schedule.offsets
+    if high - low > MAX_BATCHES:
+        return f"its operations are of batches {low:+d} to {high:+d}: one step may span at most {MAX_BATCHES} batches"
+    return ""

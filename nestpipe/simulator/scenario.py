@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nestpipe.checker.rules import hidden_accesses
 from nestpipe.config import names_in
 from nestpipe.measurement.exposed_time import StepTimes
 from nestpipe.measurement.provenance import provenance
 from nestpipe.measurement.record import Record, metrics_from_times
 from nestpipe.methods import SERIAL, Method, UnknownMethod, find_method, known_methods, method_from_file
+from nestpipe.schedule.stages import COMPUTE_LANE
 from nestpipe.simulator.cost import Cluster, ClusterError, cluster_of
 from nestpipe.simulator.key_statistics import unclustered
 from nestpipe.simulator.profile import Profile, load_profile, resized
@@ -121,6 +123,13 @@ def priced_methods(names: str) -> list[Method]:
     for method in methods:
         if why := method.why_not_priced:
             raise UnknownMethod(f"'{method.name}' cannot be simulated: {why}")
+    for method in methods:
+        plan = method.priced_schedule(method.micro_batches_of(2))
+        why_not = hidden_accesses(plan)
+        if not any(op.lane == COMPUTE_LANE for op in plan.ops):
+            why_not = [f"no operation is on the lane '{COMPUTE_LANE}', so a step has no end; put F, B, U and O there"]
+        if why_not:
+            raise UnknownMethod(f"'{method.name}' cannot be simulated: {why_not[0]}")
     return methods
 
 

@@ -3,6 +3,8 @@
     DIR/METHOD/step-00000012/rank-0.pt ...   plain tensors and numbers (torch.save), read back with weights_only
     DIR/METHOD/step-00000012/manifest.json   written last: step, ranks, configuration, a SHA-256 of each file
 
+DIR/METHOD belongs to one run: a fresh run is refused there, only a resumed one continues. The newest checkpoint is the
+one that was saved last, not the one of the largest step: with more ranks, a run is further at a smaller step.
 A checkpoint is written under a temporary name and is renamed once every rank's file is on disk, so a folder with a
 final name is complete. What a killed run left half-written still has its temporary name, and the next save removes it.
 Batches in flight are not saved but read again: the loader's position follows from the step. All ranks of a job share
@@ -13,10 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import pickle
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,59 +32,21 @@ from nestpipe.machine.files import write_atomically
 from nestpipe.machine.locking import sole_writer
 from nestpipe.ranks.agreement import outcomes
 from nestpipe.trainer import Reshardable, StepResult, Trainer
+from nestpipe.training.manifest import (
+    FORMAT,
+    CheckpointError,
+    Manifest,
+    SameSample,
+    newest,
+    origin,
+    other_origin,
+    read_manifest,
+    require_resumable,
+    require_unused,
+    saved_in,
+)
 
-FORMAT = "nestpipe-checkpoint-1"
 KEEP = 2
-
-#: Maps (step, ranks) of a checkpoint to the step of the present ranks that starts at the same sample, or None.
-SameSample = Callable[[int, int], int | None]
-
-
-class CheckpointError(ValueError):
-    """The checkpoint cannot be resumed or cannot be written; the message says in one line why and what to do."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """``files``: SHA-256 by file name, in rank order. ``settings``: the settings that decide what is learned."""
-
-    path: Path
-    method: str
-    step: int
-    ranks: int
-    settings: Mapping[str, Any]
-    files: Mapping[str, str]
-
-    def require(self, settings: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if one of ``settings`` differs here, and names the first that does."""
-        for name, value in settings.items():
-            if self.settings.get(name) != value:
-                there = self.settings.get(name)
-                raise CheckpointError(
-                    f"{self.path} is from another run: {name} was {there!r} there and is {value!r} now"
-                )
-
-
-#: In the file, the settings are called ``identity``.
-_MANIFEST_KINDS = {"method": str, "step": int, "ranks": int, "identity": dict, "files": dict}
-
-
-def newest(folder: Path) -> Manifest | None:
-    """The latest whole checkpoint in a method's folder. Raises CheckpointError for a manifest that cannot be read."""
-    found = sorted((p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)), key=lambda p: p.name)
-    if not found:
-        return None
-    path = found[-1]
-    try:
-        data = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        if data["format"] != FORMAT:
-            raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
-        fields = {name: data[name] for name in _MANIFEST_KINDS}
-        if wrong := [name for name, kind in _MANIFEST_KINDS.items() if type(fields[name]) is not kind]:
-            raise ValueError(f"its {wrong[0]} is {fields[wrong[0]]!r}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}/manifest.json cannot be used ({error}): remove {path.name} to resume") from error
-    return Manifest(path, settings=fields.pop("identity"), **fields)
 
 
 @contextlib.contextmanager
@@ -94,10 +58,6 @@ def only_writer(folder: str | None) -> Iterator[None]:
     busy = f"another run saves to {folder}; wait for it, or choose another folder"
     with sole_writer(Path(folder), busy=busy, option="--checkpoint", error=CheckpointError):
         yield
-
-
-def method_folder(folder: str | Path, method: str) -> Path:
-    return Path(folder) / re.sub(r"[^A-Za-z0-9_+.-]+", "_", method)
 
 
 @dataclass(frozen=True)
@@ -113,21 +73,37 @@ class Checkpoints:
 
         Raises CheckpointError on every rank if one of them cannot write.
         """
-        step = trainer.trained
-        place, rank = self.folder / f"step-{step:08d}", dist.get_rank()
+        step, rank = trainer.trained, dist.get_rank()
         writing = self.folder / f".step-{step:08d}.writing"
         state = {
             "trainer": trainer.state_dict(),
             "results": [list(vars(result).values()) for result in results],
             "random": torch.get_rng_state(),
         }
-        if _first_rank(lambda: place.exists()):
+        if _first_rank(lambda: self._has_saved(step)):
             return
         _first_rank(lambda: _make_empty(writing))
         digests = _each_rank(lambda: _write(writing / f"rank-{rank}.pt", state))
-        _first_rank(lambda: self._complete(writing, place, step, digests))
+        _first_rank(lambda: self._complete(writing, step, digests))
 
-    def _complete(self, writing: Path, place: Path, step: int, digests: Sequence[str]) -> None:
+    def _own(self) -> list[Manifest]:
+        """This run's checkpoints in its folder, the newest last. Others are not looked at, and stay."""
+        found = []
+        for path in saved_in(self.folder):
+            with contextlib.suppress(CheckpointError):
+                found.append(read_manifest(path))
+        own = (m for m in found if m.method == self.method and m.settings == self._settings_in_file)
+        return sorted(own, key=lambda m: (m.number, m.step))
+
+    @property
+    def _settings_in_file(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", json.loads(json.dumps(self.settings)))
+
+    def _has_saved(self, step: int) -> bool:
+        return any((m.step, m.ranks) == (step, dist.get_world_size()) for m in self._own()[-1:])
+
+    def _complete(self, writing: Path, step: int, digests: Sequence[str]) -> None:
+        own = self._own()
         manifest = {
             "format": FORMAT,
             "method": self.method,
@@ -135,55 +111,64 @@ class Checkpoints:
             "ranks": len(digests),
             "identity": self.settings,
             "files": {f"rank-{rank}.pt": digest for rank, digest in enumerate(digests)},
+            "number": own[-1].number + 1 if own else 1,
+            "origin": origin(),
         }
         write_atomically(writing / "manifest.json", json.dumps(manifest, indent=1))
         _sync(writing)
-        os.replace(writing, place)
+        names = itertools.chain([f"step-{step:08d}"], (f"step-{step:08d}-{n}" for n in itertools.count(2)))
+        os.replace(writing, next(place for name in names if not (place := self.folder / name).exists()))
         _sync(self.folder)
-        for old in sorted(self.folder.glob("step-*"))[:-KEEP]:
-            shutil.rmtree(old, ignore_errors=True)
+        for old in own[: len(own) + 1 - KEEP]:
+            shutil.rmtree(old.path, ignore_errors=True)
 
-    def load(self, trainer: Trainer, same_sample: SameSample) -> list[StepResult] | None:
-        """Bring ``trainer`` to the newest checkpoint. Returns the results so far, or None if there is no checkpoint.
+    def begin(self) -> None:
+        """Before a run that does not resume. Raises CheckpointError on every rank if the folder is another run's."""
+        _first_rank(lambda: require_unused(self.folder))
+
+    def load(self, trainer: Trainer, same_sample: SameSample, steps: int | None = None) -> Loaded | None:
+        """Bring ``trainer`` to the newest checkpoint. Returns what it holds, or None if there is no checkpoint.
+
+        ``steps``: how many the run will have in all, if that is known.
 
         Raises CheckpointError on every rank, before any has changed its state, for a file that does not match its
-        checksum, another configuration, or a number of ranks that the method cannot resume with.
+        checksum, another configuration, a number of ranks that the method cannot resume with, or more than ``steps``.
         """
         manifest: Manifest | None = _first_rank(lambda: newest(self.folder))
         if manifest is None:
             return None
-        state = _each_rank(lambda: self._read(manifest, trainer, same_sample), share=False)
+        state, results = _each_rank(lambda: self._read(manifest, trainer, same_sample, steps), share=False)
         trainer.load_state_dict(state["trainer"])
         torch.set_rng_state(state["random"])
-        return [StepResult(*values) for values in state["results"]]
+        return Loaded(results, _first_rank(lambda: other_origin(manifest)))
 
-    def _read(self, manifest: Manifest, trainer: Trainer, same_sample: SameSample) -> dict[str, Any]:
-        manifest.require(self.settings)
+    def _read(
+        self, manifest: Manifest, trainer: Trainer, same_sample: SameSample, steps: int | None
+    ) -> tuple[dict[str, Any], list[StepResult]]:
+        manifest.require(self._settings_in_file)
         ranks, rank = dist.get_world_size(), dist.get_rank()
+        step = require_resumable(manifest, ranks, same_sample, isinstance(trainer, Reshardable), steps)
         if manifest.ranks == ranks:
-            return _verified(manifest, f"rank-{rank}.pt")
-        step = require_resumable(manifest, ranks, same_sample, isinstance(trainer, Reshardable))
+            state = _verified(manifest, f"rank-{rank}.pt")
+            try:
+                return state, [StepResult(*values) for values in state["results"]]
+            except (KeyError, TypeError) as error:
+                raise CheckpointError(f"{manifest.path} is of another version of nestpipe ({error})") from error
         states = [_verified(manifest, name) for name in manifest.files]
         try:
             resharded = cast(Reshardable, trainer).resharded([state["trainer"] for state in states], step)
         except ValueError as error:
             raise CheckpointError(f"cannot resume {manifest.path} with {ranks} ranks: {error}") from error
         # With another number of ranks the steps are different ones, so there are no results yet.
-        return {"trainer": resharded, "results": [], "random": states[0]["random"]}
+        return {"trainer": resharded, "random": states[0]["random"]}, []
 
 
-def require_resumable(manifest: Manifest, ranks: int, same_sample: SameSample, reshards: bool) -> int:
-    """The step at which ``ranks`` ranks resume a checkpoint of another number of ranks.
+@dataclass(frozen=True)
+class Loaded:
+    """``results``: those of the steps before. ``note``: says if another commit or version saved it, else empty."""
 
-    Raises CheckpointError if they cannot. ``reshards``: whether the method can be resumed on other ranks at all.
-    """
-    there = f"cannot resume {manifest.path} ({manifest.ranks} ranks) with {ranks} ranks:"
-    if not reshards:
-        raise CheckpointError(f"{there} {manifest.method}'s shards only fit their own number of ranks")
-    step = same_sample(manifest.step, manifest.ranks)
-    if step is None:
-        raise CheckpointError(f"{there} its {manifest.step} steps end inside a step of {ranks} ranks")
-    return step
+    results: list[StepResult]
+    note: str
 
 
 def _write(path: Path, state: Any) -> str:
@@ -232,8 +217,11 @@ def _each_rank(work: Callable[[], Any], share: bool = True) -> Any:
     result, failure = None, None
     try:
         result = work()
-    except (OSError, ValueError, RuntimeError) as error:
-        failure = str(error) if isinstance(error, CheckpointError) else f"checkpoint: {error}"
+    except CheckpointError as error:
+        failure = str(error)
+    except Exception as error:  # whatever it is: if only one rank raised, the others would wait for it
+        kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) else f"{type(error).__name__}: "
+        failure = f"checkpoint: {kind}{error}"
     results, failed = outcomes(failure, result if share else None)
     if failed:
         raise CheckpointError(failed.why)

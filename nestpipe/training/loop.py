@@ -23,7 +23,8 @@ from nestpipe.models.next_item import build_model_spec
 from nestpipe.models.ranking_quality import evaluate
 from nestpipe.ranks.rank import send_to_launcher
 from nestpipe.trainer import DenseOptimizer, SparseOptimizer, StepResult, Trainer
-from nestpipe.training.checkpoint import Checkpoints, method_folder, newest, require_resumable
+from nestpipe.training.checkpoint import Checkpoints
+from nestpipe.training.manifest import method_folder, newest, require_resumable, require_unused
 
 #: Called after each step, on every rank, with (method, steps done, total, the rank's loss). It must return the same
 #: order on every rank; ``stop`` saves first, if there is a folder for checkpoints.
@@ -36,18 +37,22 @@ class Interrupted(RuntimeError):
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank saw of one method. ``results`` include steps before a resumption; ``resumed``: the first after."""
+    """What one rank saw of one method. ``results`` include steps before a resumption; ``resumed``: the first after.
+
+    ``notes``: what a record should say of the resumption.
+    """
 
     results: list[StepResult]
     spans: list[Span]
     clock_offset: float
     evaluation: dict[str, float]
     resumed: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
 class Course:
-    """A method in training on this rank. ``first``: step of the first result; ``resumed``: as in ``RankResult``."""
+    """A method in training on this rank. ``first``: step of the first result; the rest as in ``RankResult``."""
 
     method: Method
     trainer: Trainer
@@ -56,6 +61,7 @@ class Course:
     results: list[StepResult]
     first: int = 0
     resumed: int | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def done(self) -> int:
@@ -75,7 +81,7 @@ def train_on_rank(config: RunConfig, after_step: AfterStep | None = None) -> dic
     """
     dataset = load_dataset(config.data, config.model, config.seed)
     courses = [start(config, method, dataset) for method in methods_of(config)]
-    rounds = config.steps_of_rounds((config.epochs or 0) * dataset.steps_per_epoch(dist.get_world_size()))
+    rounds = steps_of_rounds(config, dataset)
     total, target = sum(rounds), 0
     tell = progress_teller()
 
@@ -103,7 +109,7 @@ def train_on_rank(config: RunConfig, after_step: AfterStep | None = None) -> dic
     for course in courses:
         quality = ranking_quality(config, course.trainer, dataset) if config.evaluate else {}
         spans = course.trainer.take_spans()
-        ranks[course.method.name] = RankResult(course.results, spans, offset, quality, course.resumed)
+        ranks[course.method.name] = RankResult(course.results, spans, offset, quality, course.resumed, course.notes)
     for course in courses:
         course.trainer.close()
     return ranks
@@ -122,13 +128,15 @@ def start(config: RunConfig, method: Method, dataset: Dataset) -> Course:
     course = Course(method, trainer, iter(()), None, [])
     if config.checkpoint:
         folder = method_folder(config.checkpoint, method.name)
-        course.checkpoints = Checkpoints(folder, method.name, settings_that_decide(config, method))
+        course.checkpoints = Checkpoints(folder, method.name, settings_that_decide(config, method, dataset))
         same_sample = partial(step_at_same_sample, dataset, ranks)
-        results = course.checkpoints.load(trainer, same_sample) if config.resume else None
-        if results is not None:
-            course.results = results
+        if not config.resume:
+            course.checkpoints.begin()
+        elif loaded := course.checkpoints.load(trainer, same_sample, sum(steps_of_rounds(config, dataset))):
+            course.results = loaded.results
             course.resumed = trainer.trained
-            course.first = course.resumed - len(results)
+            course.first = course.resumed - len(loaded.results)
+            course.notes = (loaded.note,) if loaded.note else ()
     source = dataset.batches(rank, ranks, start_step=course.resumed or 0)
     micro_batches = method.micro_batches_of(config.micro_batches)
     course.source = clustered(source, spec.tables, micro_batches) if config.clustering else source
@@ -171,11 +179,17 @@ def ranking_quality(config: RunConfig, trainer: Trainer, dataset: Dataset) -> di
     return evaluate(model, table, dataset)
 
 
-def settings_that_decide(config: RunConfig, method: Method) -> dict[str, Any]:
-    """The settings that decide what is learned. A run that resumes must have the same ones, but it may be longer."""
+def steps_of_rounds(config: RunConfig, dataset: Dataset) -> list[int]:
+    """Steps of each round, warm-up included."""
+    return config.steps_of_rounds((config.epochs or 0) * dataset.steps_per_epoch(config.workers))
+
+
+def settings_that_decide(config: RunConfig, method: Method, dataset: Dataset) -> dict[str, Any]:
+    """What decides what is learned. A run that resumes must have the same settings and data, but it may be longer."""
     settings = {"seed": config.seed, **config.in_record(method.micro_batches_of(config.micro_batches))}
     undecisive = ("steps", "rounds", "epochs", "evaluate", "pace_dense")
-    return {name: value for name, value in settings.items() if name not in undecisive}
+    decisive = {name: value for name, value in settings.items() if name not in undecisive}
+    return {**decisive, "data_fingerprint": dataset.fingerprint}
 
 
 def step_at_same_sample(dataset: Dataset, ranks: int, step: int, ranks_then: int) -> int | None:
@@ -187,12 +201,14 @@ def step_at_same_sample(dataset: Dataset, ranks: int, step: int, ranks_then: int
 
 
 def check_resumable(config: RunConfig, methods: Sequence[Method], dataset: Dataset) -> None:
-    """Raises CheckpointError, before any rank starts, if a method's newest checkpoint cannot be resumed."""
-    for method in methods if config.resume and config.checkpoint else ():
-        manifest = newest(method_folder(config.checkpoint or "", method.name))
-        if manifest is None:
-            continue
-        manifest.require(settings_that_decide(config, method))
-        if manifest.ranks != config.workers:
+    """Raises CheckpointError, before any rank starts, if a method's newest checkpoint cannot be resumed, or if a run
+    that does not resume finds checkpoints."""
+    for method in methods if config.checkpoint else ():
+        folder = method_folder(config.checkpoint or "", method.name)
+        if not config.resume:
+            require_unused(folder)
+        elif (manifest := newest(folder)) is not None:
+            manifest.require(settings_that_decide(config, method, dataset))
             same_sample = partial(step_at_same_sample, dataset, config.workers)
-            require_resumable(manifest, config.workers, same_sample, method.reshards)
+            steps = sum(steps_of_rounds(config, dataset))
+            require_resumable(manifest, config.workers, same_sample, method.reshards, steps)

@@ -84,6 +84,7 @@ def _method_run(
     times, timelines = account(method, micro_batches, ranks)
     keep = _reported(config, times, ranks)
     by_step = {step[0].step: step for step in zip(*(rank.results for rank in ranks), strict=True)}
+    notes = [*notes, *ranks[0].notes]
     if min(by_step) > 0:
         first = min(by_step)
         notes = [*notes, f"{method.name} resumed with another number of ranks: its losses begin with step {first}"]

@@ -13,8 +13,9 @@ from nestpipe.methods import methods_of
 from nestpipe.ranks.pool import RankPool
 from nestpipe.ranks.process import RankError
 from nestpipe.testbed.testbed import parse_testbed
-from nestpipe.training.checkpoint import CheckpointError, only_writer
+from nestpipe.training.checkpoint import only_writer
 from nestpipe.training.loop import AfterStep, check_resumable, train_on_rank
+from nestpipe.training.manifest import CheckpointError
 from nestpipe.training.measured_record import MethodRun, method_runs
 
 #: (method, steps done, total steps, loss of rank 0)

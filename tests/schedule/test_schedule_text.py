@@ -85,9 +85,18 @@ def test_empty_reads_differ_from_reads_that_are_left_out() -> None:
         ("ring pool=2", "unknown setting 'pool'"),
         ("ring buffer=0", "'buffer=0': expected a whole number from 1 to 1024, as in buffer=2"),
         ("ring buffer=1025", "'buffer=1025': expected a whole number from 1 to 1024"),
-        ("R+65 rows", "'R+65': expected an offset of at most 64 batches"),
-        ("R rows after K-99999999", "'K-99999999': expected an offset of at most 64 batches"),
+        ("R+65 rows", "'R+65': expected an offset of at most 48 batches"),
+        ("R rows after K-99999999", "'K-99999999': expected an offset of at most 48 batches"),
         ("ring buffer", "'buffer': expected a whole number"),
+        ("ring", "the line ends too early"),
+        ("ring buffer=2 buffer=3", "ring 'buffer' is given twice, first as 2: keep one"),
+        ("R rows after", "'after': nothing follows it"),
+        ("R rows after K after P", "'after' is in the line twice"),
+        ("R rows reads table-1", "'table-1': only these have a slot of the batch before: input batch"),
+        ("F.1 compuet", "lane 'compuet': is it 'compute'?"),
+        ("F.1 Compute", "lane 'Compute': is it 'compute'?"),
+        ("E.1 all2al", "lane 'all2al': is it 'all2all'?"),
+        ("schedule other micro_batches=2", "expected one line 'schedule NAME micro_batches=N'"),
         ("schedule other", "the line ends too early"),
         ("schedule other batches=2", "unknown setting 'batches', expected one of micro_batches"),
     ],
@@ -109,6 +118,6 @@ def test_a_text_without_name_or_operations_is_refused(text: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for name in ("missing", "binary"):
-        with pytest.raises(ScheduleError, match=f"{name}: cannot be read as a schedule"):
+    for name, why in (("missing", "there is no such file"), ("binary", "cannot be read as a schedule")):
+        with pytest.raises(ScheduleError, match=f"{name}: {why}"):
             load(tmp_path / name)

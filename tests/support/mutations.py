@@ -207,7 +207,10 @@ def run_in_order(schedule: Schedule, setting: Setting, order: Sequence[Op]) -> O
     lanes = partial(InOrder, order=order)
     engine = Engine(schedule, SPEC, setting.sparse_optimizer, setting.dense_optimizer, 3, lanes)
     try:
-        outcome = train(engine, iter(setting.batches(0)), None)
+        batches = iter(setting.batches(0))
+        # All operations run in the first step, so every batch is given its iterator before that.
+        engine._source.give(range(1 + max((o.ref.batch for o in order), default=0)), batches)
+        outcome = train(engine, batches, None)
         state = engine.state_dict()
     finally:
         engine.close()

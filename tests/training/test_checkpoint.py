@@ -12,9 +12,8 @@ import torch
 
 pytest.importorskip("torchrec")
 
-from nestpipe.config import RunConfig
-from nestpipe.training.checkpoint import FORMAT, CheckpointError, Checkpoints, newest, only_writer
-from nestpipe.training.loop import step_at_same_sample
+from nestpipe.training.checkpoint import Checkpoints
+from nestpipe.training.manifest import CheckpointError, newest
 from tests.support.engine_runs import Outcome, differences
 from tests.support.method_runs import Run, batches, largest_difference, weights
 from tests.support.torchrec_model import TABLES
@@ -52,8 +51,9 @@ def resumed(folder: str, run: Run, forget_early_rows: bool = False, warm: bool =
     try:
         if warm:
             trainer.progress(iter(batches(STEPS)))
-        results = checkpoints(folder, run).load(trainer, partial(same_samples, dist.get_world_size()))
-        assert results is not None and trainer.trained == SAVED_AT == len(results)
+        loaded = checkpoints(folder, run).load(trainer, partial(same_samples, dist.get_world_size()))
+        assert loaded is not None and trainer.trained == SAVED_AT == len(loaded.results) and loaded.note == ""
+        results = loaded.results
         if forget_early_rows:
             trainer.load_state_dict({**trainer.state_dict(), "in_flight": {}})
         iterator = iter(batches(STEPS)[SAVED_AT:])
@@ -164,38 +164,6 @@ def test_a_checkpoint_that_is_damaged_foreign_or_of_other_ranks_is_refused(pool2
     assert "manifest.json cannot be used" in refusals(pool2, tmp_path, run)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"step": "x"}, {"ranks": None}, {"identity": []}, {"files": 7}, {"method": 1}, {"format": []}]
-)
-def test_a_manifest_of_foreign_values_is_refused(tmp_path, wrong) -> None:
-    (tmp_path / "step-00000004").mkdir()
-    good = {"format": FORMAT, "method": "m", "step": 4, "ranks": 2, "identity": {}, "files": {}}
-    path = tmp_path / "step-00000004" / "manifest.json"
-    path.write_text(json.dumps(good))
-    assert newest(tmp_path).step == 4  # type: ignore[union-attr]
-    for text in (json.dumps({**good, **wrong}), "[" * 100_000):
-        path.write_text(text)
-        with pytest.raises(CheckpointError, match=r"manifest.json cannot be used .*: remove step-00000004 to resume"):
-            newest(tmp_path)
-
-
-def test_two_runs_do_not_save_to_one_folder(tmp_path) -> None:
-    folder = str(tmp_path / "saved")
-    with only_writer(folder):
-        with pytest.raises(CheckpointError, match=r"another run saves to .*saved; wait for it"), only_writer(folder):
-            pass
-        with only_writer(str(tmp_path / "other")), only_writer(None):
-            pass
-    with only_writer(folder):
-        pass
-    (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(CheckpointError, match=r"cannot write into .*file.*choose another"),
-        only_writer(f"{tmp_path}/file"),
-    ):
-        pass
-
-
 def test_methods_that_cannot_reshard_say_so(pool2, pool4, tmp_path) -> None:
     for method, reason in (("torchrec", "fit their own number of ranks"), ("uniemb", "read early")):
         pool2.run(straight_and_saved, str(tmp_path / method), Run(method))
@@ -253,14 +221,3 @@ def test_a_rank_that_cannot_write_leaves_the_previous_checkpoint(pool2, tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == [".step-00000005.writing", "step-00000003", "step-00000004"]
     assert newest(tmp_path).step == 4
     assert newest(tmp_path / "none") is None
-
-
-def test_the_step_of_another_number_of_ranks() -> None:
-    from nestpipe.datasets.loader import load_dataset
-
-    config = RunConfig()
-    dataset = load_dataset(config.data, config.model, 1)
-    old, new = dataset.steps_per_epoch(2), dataset.steps_per_epoch(4)
-    assert step_at_same_sample(dataset, 4, 6, 2) == 3 and step_at_same_sample(dataset, 2, 3, 4) == 6
-    assert step_at_same_sample(dataset, 4, 7, 2) is None
-    assert step_at_same_sample(dataset, 4, 3 * old, 2) == 3 * new
