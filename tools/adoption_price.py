@@ -9,7 +9,7 @@ It prints two things, each as the median over blocks of steps and its quartiles:
 - the step time of NestPipeline with one micro-batch, divided by that of TrainPipelineSparseDist. Blocks of both are
   interleaved in one run, on the same ranks and batches.
 
-The first batches, of which each is looked at again, are not counted. A block has 32 steps, so every block has
+The first batches, of which each is looked at again, are not counted. A block has 64 steps, so every block has
 equally many later looks.
 """
 
@@ -45,7 +45,7 @@ from tests.support.example_modules import example
 ROWS, DIM, DENSE, SAMPLES = 20_000, 32, 13, 512
 RULE = SparseOptimizer("rowwise_adagrad", lr=0.05, eps=1e-8)
 #: Steps of a block, a multiple of the distance of later looks. Before the blocks, and of a block, some do not count.
-BLOCK, BEFORE, WARM = 32, 16, 3
+BLOCK, BEFORE, WARM = 64, 36, 3
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def step_times(blocks: int) -> tuple[list[float], list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=10, help="blocks of 32 steps for each number")
+    parser.add_argument("--blocks", type=int, default=6, help="blocks of 64 steps for each number")
     options = parser.parse_args()
     if options.blocks < 1:
         parser.error("--blocks: at least 1")

@@ -23,8 +23,8 @@ from nestpipe.data.batch import Batch
 _TOLERANCE, _ROUNDINGS = 1e-4, 3
 #: The same of gradients. What is below the last is taken for noise, relative to the gradient of all weights.
 _GRADIENTS, _NOISE = 1e-3, 1e-5
-#: Every batch up to this one is looked at again, and then each of ``_EVERY``.
-_FIRST, _EVERY = 8, 16
+#: Every batch up to this one is looked at again, then the 16th and the 32nd, and then each of ``_EVERY``.
+_FIRST, _EVERY = 8, 64
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ def _causes(reduction: str) -> str:
 
 @dataclass
 class Looks:
-    """Which micro-batches are looked at again: one of each of the first batches, and then of every 16th.
+    """Which micro-batches are looked at again: one of each of the first 8 batches, of
+    the 16th and the 32nd, and then of every 64th.
 
     Only batches of two or more samples count, since one sample cannot be split.
     """
@@ -164,8 +165,8 @@ class Looks:
             self._form, self._part, self._waiting = part.form, 0, samples > 1
             if self._waiting:
                 self._batch += 1
-                self._waiting = self._batch < _FIRST or self._batch % _EVERY == 0
-                turn = self._batch if self._batch < _FIRST else self._batch // _EVERY
+                self._waiting = self._batch < _FIRST or self._batch in (16, 32) or self._batch % _EVERY == 0
+                turn = self._batch if self._batch < _FIRST else self._batch // 16
                 self._turn = turn % min(self.micro_batches, samples // 2)
         self._part += 1
         return self._waiting and self._part > self._turn

@@ -274,7 +274,7 @@ def test_a_pass_leaves_no_trace():
 
 
 def test_which_micro_batches_are_looked_at():
-    """One of each of the first 8 batches, another one each time, and then of every 16th."""
+    """One of each of the first 8 batches, another one each time, and then of the 16th, the 32nd and every 64th."""
 
     def looked(sizes, micro_batches=4):
         looks, found = Looks(micro_batches), []
@@ -286,7 +286,7 @@ def test_which_micro_batches_are_looked_at():
                     looks.looked()
         return found
 
-    assert looked([8] * 40) == [(b, b % 4) for b in range(8)] + [(16, 1), (32, 2)]
+    assert looked([8] * 140) == [(b, b % 4) for b in range(8)] + [(16, 1), (32, 2), (64, 0), (128, 0)]
     assert looked([1, 1, 8]) == [(2, 0)]  # a single sample has nothing to be compared with
     assert looked([2] * 3) == [(b, 0) for b in range(3)]  # two samples are in one part
 
