@@ -4,6 +4,7 @@ PYTHON ?= python3
 DEVICE ?= cpu
 PYTEST_ARGS ?=
 REPRODUCE_ARGS ?=
+FUZZ_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ FBGEMM_cuda := fbgemm-gpu==1.8.0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce test test-long test-slurm lint format clean
+.PHONY: help setup reproduce test test-long test-slurm fuzz lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +51,9 @@ test-long: lint  ## every test
 
 test-slurm: $(STAMP)  ## sweeps on a real Slurm on this machine, with its faults (root, Debian; about 25 minutes)
 	$(BIN)/python -m pytest tests/slurm/test_slurm_local.py tests/slurm/test_slurm_faults.py $(PYTEST_ARGS)
+
+fuzz: $(STAMP)  ## random models and loops against a plain loop, two minutes (FUZZ_ARGS="--seconds 3600", "--faults")
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

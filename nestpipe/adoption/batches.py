@@ -28,7 +28,7 @@ _CONSTANTS = (type(None), str, bytes, int, float, complex, bool, torch.dtype, to
 
 @dataclass(frozen=True)
 class Source:
-    """Where ids come from: ``key`` of the KeyedJaggedTensor at ``path``, or the ids of another leaf (key None)."""
+    """What ids are read from: ``key`` of the KeyedJaggedTensor at ``path``, or the ids of another leaf (key None)."""
 
     path: str
     key: str | None = None
@@ -187,7 +187,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _samples(found: list[tuple[str, Any]], is_shared: Callable[[str], bool]) -> int:
-    """The number of samples of a batch. Raises BatchError for a leaf that is none of the above or has another one."""
+    """The number of samples of a batch. Raises BatchError for a leaf of another kind or with another number."""
     counts: dict[str, int] = {}
     for path, value in found:
         if isinstance(value, KeyedJaggedTensor):

@@ -57,19 +57,19 @@ def find_collections(model: nn.Module) -> dict[str, Any]:
 def require_adoptable(model: nn.Module) -> None:
     """Raises ValueError, naming module and remedy, if a table would stay in the model or train otherwise than meant."""
     for path, module in model.named_modules():
-        where = f"{path or 'the model'} ({type(module).__name__})"
+        place = f"{path or 'the model'} ({type(module).__name__})"
         if hasattr(module, "adopted"):
-            raise ValueError(f"{where} is trained by another NestPipeline: call its detach() first")
+            raise ValueError(f"{place} is trained by another NestPipeline: call its detach() first")
         if isinstance(module, KINDS):
             if type(module).forward not in (EmbeddingBagCollection.forward, EmbeddingCollection.forward):
-                raise ValueError(f"{where} has a forward of its own, which NestPipe cannot replace: wrap a collection")
+                raise ValueError(f"{place} has a forward of its own, which NestPipe cannot replace: wrap a collection")
             continue
         for cls in type(module).__mro__:
             origin = cls.__module__.partition(".")[0]
             for part, remedy in _REFUSED.items() if origin in ("torchrec", "fbgemm_gpu") else ():
                 quantised = part == "Quant" and cls.__module__.startswith("torchrec.quant.")
                 if part in cls.__name__ or quantised:
-                    raise ValueError(f"{where} has tables that NestPipe cannot train: {remedy}")
+                    raise ValueError(f"{place} has tables that NestPipe cannot train: {remedy}")
     collections = find_collections(model)
     if not collections:
         raise ValueError("the model holds no EmbeddingBagCollection or EmbeddingCollection")

@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor  # noq
 
 @dataclass(frozen=True)
 class KeyedForm:
-    """What a KeyedJaggedTensor leaf holds beside its values."""
+    """What a KeyedJaggedTensor leaf holds in addition to its values."""
 
     keys: tuple[str, ...]
     lengths_dtype: torch.dtype

@@ -42,7 +42,7 @@ class Supplier(Protocol):
 
 
 class Lookups:
-    """Where the adopted collections of a model get their rows from; from nowhere between micro-batches."""
+    """What the adopted collections of a model get their rows from; nothing between micro-batches."""
 
     def __init__(self) -> None:
         self._supplier: Supplier | None = None
@@ -268,7 +268,7 @@ class FromEngine:
 
 
 def _untouched_path(handed: Sequence[HandedOut], asked: Any) -> str | None:
-    """Where in the batch ``asked`` is, if it is a KeyedJaggedTensor of the batch that the model has not changed."""
+    """The place of ``asked`` in the batch, if it is a KeyedJaggedTensor of the batch that the model has not changed."""
     return next((one.path for one in handed if one.keyed is asked and one.untouched()), None)
 
 

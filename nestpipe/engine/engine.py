@@ -212,15 +212,15 @@ class Engine:
 
         After an error it is local: other ranks may never get here.
         """
-        alone = self._failure is not None or error_on_its_way()
-        if self._running and not alone:
+        is_local = self._failure is not None or error_on_its_way()
+        if self._running and not is_local:
             # All ranks have been given the same steps: a peer may be inside a collective of one of them.
             self._source.close()
             with contextlib.suppress(LaneStopped):
                 self._lanes.drain(_DRAIN_SECONDS)
         self._running = False
         self._lanes.close()
-        if not alone:
+        if not is_local:
             self._exchanges.close()
 
     # ---- running ----
@@ -246,7 +246,9 @@ class Engine:
 
     def _require_sound(self) -> None:
         if self._failure:
-            raise RuntimeError(f"training cannot go on: {self._failure}. Make a new trainer, and load a checkpoint")
+            raise RuntimeError(
+                f"training cannot be continued: {self._failure}. Make a new trainer, and load a checkpoint"
+            )
 
     def _begin(self) -> None:
         """Start a pipeline at the current step and fill it."""

@@ -19,8 +19,8 @@ class Gradients:
 
     ``reduce`` copies them into flat vectors, one for each type, sums those over ranks in that type, as
     DistributedDataParallel does, and makes each gradient a view of them. A weight that no rank used keeps None, so an
-    optimizer leaves it alone. Which ranks used it is in a small vector of its own, with ``loss`` and ``count``: in a
-    vector of gradients it would change where gloo cuts that, and so the order and the bits of its sums.
+    optimizer does not touch it. Which ranks used it is in a small vector of its own, with ``loss`` and ``count``: in a
+    vector of gradients it would change how gloo cuts that, and so the order and the bits of its sums.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], memory: Memory) -> None:

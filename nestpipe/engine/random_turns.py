@@ -22,7 +22,7 @@ WATCHED_READS = 2
 class RandomTurns:
     """``reading`` is around each read of a batch and ``computing`` around each forward or backward pass.
 
-    ``decide`` comes between the first reads and the first pass. If reads draw, they go on with torch's generator, as in
+    ``decide`` comes between the first reads and the first pass. If reads draw, they keep torch's generator, as in
     a loop without a pipeline, and passes have a state of their own. The two then exclude each other. If passes turn
     out to draw nothing, this ends; when exactly it ends cannot change a number. If reads draw nothing, nothing changes.
 
@@ -57,8 +57,8 @@ class RandomTurns:
             self._state = torch.Generator().manual_seed(_number(self._seen)).get_state()
 
     @contextmanager
-    def reading(self, new_iterator: int, is_alone: bool) -> Iterator[None]:
-        """``new_iterator``: its number if this is the first read from an iterator, or 0. ``is_alone``: the pipeline is
+    def reading(self, new_iterator: int, is_empty: bool) -> Iterator[None]:
+        """``new_iterator``: its number if this is the first read from an iterator, or 0. ``is_empty``: the pipeline is
         empty."""
         if self._reads <= WATCHED_READS:  # no pass has begun
             self._reads += 1
@@ -66,7 +66,7 @@ class RandomTurns:
             yield
             self._seen = torch.get_rng_state()
             self._reads_draw |= not new_iterator and not torch.equal(before, self._seen)
-        elif new_iterator and not is_alone:
+        elif new_iterator and not is_empty:
             with self._lock:
                 outside = torch.get_rng_state()
                 generator = torch.Generator().manual_seed((torch.initial_seed() + new_iterator) % 2**62)

@@ -82,7 +82,7 @@ class StageFunctions:
         self._dim = table.layout.tables[0].dim
         state_width = table.rows.state.shape[1]
         self._rings = Rings(schedule, lambda: RowBuffer(self._dim, state_width, memory))
-        self._current = RowBuffer(self._dim, state_width, memory)  # used only where U updates the table
+        self._current = RowBuffer(self._dim, state_width, memory)  # used only if U updates the table
         self._losses: dict[int, float] = {}  # by batch: this rank's share so far
         self._totals: dict[int, BatchTotals] = {}
         self._results: dict[int, StepResult] = {}
@@ -123,7 +123,7 @@ class StageFunctions:
     # ---- the stages ----
 
     def _prefetch(self, ref: Ref) -> None:
-        with self.turns.reading(self._source.new_iterator(ref.batch), is_alone=ref.batch == self._first):
+        with self.turns.reading(self._source.new_iterator(ref.batch), is_empty=ref.batch == self._first):
             batch, taken = self._source.read(ref.batch)
         parts = self._empty_parts() if batch is None else batch.split(self._micro_batches)
         self._rings["input", ref] = (parts, batch is None, taken)

@@ -149,7 +149,7 @@ class Schedule:
 
 
 def beyond_limits(schedule: Schedule) -> str:
-    """A sentence on a ring or an offset that is larger than the checker can follow, empty if there is none."""
+    """A sentence on a ring or an offset that is larger than the checker can follow; empty otherwise."""
     for name, size in schedule.rings.items():
         most = MAX_BATCHES_OF_MICRO * schedule.micro_batches if name in MICRO_RINGS else MAX_BATCHES
         if size > most:

@@ -85,7 +85,7 @@ def test_outputs_are_whole_detached_and_in_the_batchs_order(clustering):
 
 
 @pytest.mark.parametrize("others", [0, 1, 2])
-def test_what_is_beside_the_loss(others):
+def test_what_else_is_returned(others):
     class Model(Scores):
         def forward(self, batch):
             loss, score = super().forward(batch)

@@ -51,7 +51,7 @@ def test_every_access_that_a_stage_hides_is_the_first_problem_and_the_engine_ref
     whole = nestpipe(2)
     o = whole.ops[index]
     for name in dict.fromkeys((*o.reads, *o.writes)):
-        if name == "plan-1":  # only read where S needs it
+        if name == "plan-1":  # only read if S needs it
             continue
         less = [tuple(r for r in names if r != name) for names in (o.reads, o.writes)]
         hiding: Op = replace(o, reads=less[0], writes=less[1])
@@ -70,7 +70,7 @@ def test_the_same_fault_in_many_steps_is_one_line() -> None:
     assert lines[0].startswith(str(problems[0])) and lines[0].endswith(" steps)")
 
 
-def test_an_update_of_the_table_leaves_the_buffer_of_a_later_batch_alone() -> None:
+def test_an_update_of_the_table_leaves_the_buffer_of_a_later_batch_as_it_is() -> None:
     """Stale by two: its meaning does not depend on how many buffers there are, so U may not write one."""
     names = ["P+4", "H+3", "K+3", "E.1", "R+2", "F.1", "B.1", "G.1", "A"]
     ops = [*map(op, names), op("U", writes="accumulator table"), op("O")]

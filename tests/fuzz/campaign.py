@@ -65,11 +65,11 @@ def _tried(case: Case) -> Any:
 
 
 class Campaign:
-    """``where``: 1, 2 or both. ``fault``: one that is put back on the ranks as well."""
+    """``on``: 1, 2 or both. ``fault``: one that is put back on the ranks as well."""
 
-    def __init__(self, ranks: Ranks, where: str, fault: str | None = None) -> None:
+    def __init__(self, ranks: Ranks, on: str, fault: str | None = None) -> None:
         self._ranks = ranks
-        self._where = where
+        self._on = on
         self._fault = fault
         self.outcomes: list[Outcome] = []
 
@@ -89,7 +89,7 @@ class Campaign:
         end = time.monotonic() + seconds
         seed = first
         while (time.monotonic() < end) if cases is None else seed < first + cases:
-            on = int(self._where) if self._where != "both" else 2 if seed % 3 == 2 else 1
+            on = int(self._on) if self._on != "both" else 2 if seed % 3 == 2 else 1
             self.outcomes.append(self.run_one(seed, on))
             seed += 1
             kind = self.outcomes[-1].verdict.kind

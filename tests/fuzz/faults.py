@@ -76,7 +76,7 @@ def _constants_of_the_first_batch() -> AbstractContextManager[None]:
 
 
 def _optional_stays_none() -> AbstractContextManager[None]:
-    """A field that is None in the first batch stays None."""
+    """A field without a value in the first batch stays None."""
     to_batch = batches.BatchFormat.to_batch
 
     def none(self: Any, batch: Any, first_id: int, reads: Any) -> Any:
@@ -222,15 +222,15 @@ def _shared_collection_adopted_once() -> AbstractContextManager[None]:
     """A collection under a second path keeps a whole table of its own."""
     adopt = lookups.adopt
 
-    def once(found: Mapping[str, Any], where: Any) -> None:
-        adopt(found, where)
+    def once(found: Mapping[str, Any], lookups_of: Any) -> None:
+        adopt(found, lookups_of)
 
-    def of_model(model: Any, where: Any) -> None:
+    def of_model(model: Any, lookups_of: Any) -> None:
         if hasattr(model, "alias"):
             import copy
 
             model.alias["same"] = copy.deepcopy(model.alias["same"])
-        once(collections.find_collections(model) if not hasattr(model, "alias") else _without_alias(model), where)
+        once(collections.find_collections(model) if not hasattr(model, "alias") else _without_alias(model), lookups_of)
 
     return _put((pipeline, "adopt_collections", of_model))
 

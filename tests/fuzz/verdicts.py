@@ -84,7 +84,7 @@ def _trained(case: Case, pipeline: NestPipeline, model: Any, rank: int, losses: 
     def step(source: Iterator[Any]) -> None:
         nonlocal scores
         if "eval" in case.habits and len(losses) == 1:
-            model.eval()  # and forgotten: a plain loop would go on to train, so this must be refused
+            model.eval()  # and forgotten: a plain loop would still train, so this must be refused
         result = pipeline.progress(source)
         losses.append(result.global_loss if result.global_loss is not None else float("nan"))
         scores = pipeline.output if result.samples else None
