@@ -209,17 +209,27 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", [*EQUAL, *REFUSED])
+SLOW = ("compiled network", "compiled model")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in (*EQUAL, *REFUSED)]
+)
 def test_rows_are_those_of_the_ids_that_are_looked_up(name):
     case = (EQUAL | REFUSED)[name]
     said = verdict(case)
     assert as_expected(case, said), said
 
 
-def verdicts() -> dict[str, str]:
-    return {name: verdict(case) for name, case in EQUAL.items() if "compiled" not in name}
+ON_TWO = ("positive and negative ids, several", "two collections, fields exchanged half-way", "sequences")
+ALL = tuple(name for name in EQUAL if name not in SLOW)
 
 
-def test_on_two_ranks(pool2):
-    for said in pool2.run(verdicts):
+def verdicts(names) -> dict[str, str]:
+    return {name: verdict(EQUAL[name]) for name in names}
+
+
+@pytest.mark.parametrize("names", [ON_TWO, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_on_two_ranks(pool2, names):
+    for said in pool2.run(verdicts, names):
         assert {name: what for name, what in said.items() if what != "equal"} == {}
