@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
+from nestpipe.machine.json_files import read_json
 from nestpipe.measurement.record import Record, RecordError, Store, record_from_json
 from nestpipe.training.convergence import Curve, read_curves
 from results.frames.frames import measured_medians, published_frame, simulated_means, step_frame, told_apart
@@ -60,6 +60,11 @@ class Sources:
     def curves(self) -> tuple[Curve, ...]:
         """Loss and accuracy by method and seed, for the setting with the most curves in ``folder``."""
         return self._once(("curves",), lambda: _of_one_setting(read_curves(self.folder / "convergence")))
+
+    def diverged(self) -> tuple[str, ...]:
+        """A sentence for each record and curve whose training has diverged."""
+        records = [f"{part}: {said}" for part in sorted(self.parts) for r in self.of(part) if (said := r.diverged)]
+        return (*records, *(f"convergence: {said}" for curve in self.curves() if (said := curve.diverged)))
 
     def published_numbers(self) -> pd.DataFrame:
         return self._once(("published",), lambda: published_frame(self.published))
@@ -117,7 +122,7 @@ def read_parts(root: Path) -> tuple[dict[str, tuple[Record, ...]], list[str]]:
 
 def _from_file(path: Path) -> dict[str, tuple[Record, ...]]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         if alone := data.get("records") or list(data.get("methods", {}).values()):
             return {path.name: tuple(record_from_json(record, path.name) for record in alone)}
         entries = [b["extra_info"] for b in data["benchmarks"]]

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nestpipe.machine.files import write_atomically
+from nestpipe.machine.json_files import read_json
 from nestpipe.measurement.record import RecordError, record_from_json
 from slurm.folder import SweepError, SweepFolder
 
 
 @dataclass(frozen=True)
 class Collected:
-    """``new``, ``same``: records that the store lacked or had already, counted. ``bad``: a sentence per broken file."""
+    """``new``, ``same``: records that the store lacked or had already, counted. ``bad``: a sentence per broken file.
+    ``diverged``: a sentence per record whose training has diverged."""
 
     new: int
     same: int
     bad: Sequence[str]
+    diverged: Sequence[str] = ()
 
 
 def collect(sweep: SweepFolder, store: Path) -> Collected:
@@ -27,15 +29,17 @@ def collect(sweep: SweepFolder, store: Path) -> Collected:
     A broken result is left out. Raises SweepError if the store cannot be written; the results stay in the sweep.
     """
     new = same = 0
-    bad = []
+    bad, diverged = [], []
     for path in sorted(sweep.path.glob("points/*/result/*.json")):
         try:
+            record = record_from_json(read_json(path), str(path))
             content = path.read_bytes()
-            record_from_json(json.loads(content), str(path))
         except (OSError, ValueError) as error:  # RecordError is a ValueError
             known = isinstance(error, RecordError)
             bad.append(str(error) if known else f"{path}: cannot be read ({error}); remove it and resume")
             continue
+        if record.diverged:
+            diverged.append(f"{path.name}: {record.diverged}")
         try:
             if _put(store / path.name, content):
                 new += 1
@@ -46,7 +50,7 @@ def collect(sweep: SweepFolder, store: Path) -> Collected:
                 f"cannot write into the store {store}: {error.strerror}; {new + same} records are in it, all results "
                 f"stay in {sweep.path}: make room or choose another --store, then collect again"
             ) from None
-    return Collected(new, same, bad)
+    return Collected(new, same, bad, diverged)
 
 
 def _put(target: Path, content: bytes) -> bool:

@@ -13,7 +13,6 @@ logs/                               submitit's pickles, stdout and stderr of eve
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe.machine.files import write_atomically
+from nestpipe.machine.json_files import json_text, read_json
 from nestpipe.machine.locking import sole_writer
 from nestpipe.measurement.record import Record, Store
 from slurm.grid import Grid, JobCluster
@@ -34,10 +34,10 @@ class SweepError(RuntimeError):
     """A sweep cannot continue. One line: what is wrong, what to do."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The object in a file; {} if the file is missing or cannot be read (another version, or the disk was full)."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write the whole file or nothing. Raises OSError."""
-    write_atomically(path, json.dumps(data, indent=1, default=str) + "\n")
+    write_atomically(path, json_text(data, indent=1, default=str) + "\n")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PointFolder:
 
     @property
     def point(self) -> Point | None:
-        data = read_json(self.path / "point.json")
+        data = read_object(self.path / "point.json")
         return point_from_json(data) if data else None
 
     @property
@@ -66,11 +66,11 @@ class PointFolder:
 
     @property
     def submission(self) -> dict[str, Any]:
-        return read_json(self.path / "submission.json")
+        return read_object(self.path / "submission.json")
 
     @property
     def progress(self) -> dict[str, Any]:
-        return read_json(self.path / "progress.json")
+        return read_object(self.path / "progress.json")
 
     @property
     def checkpoints(self) -> Path:
@@ -78,7 +78,7 @@ class PointFolder:
 
     def failures(self, job: str) -> list[dict[str, Any]]:
         """The failures of ``job``: causes before consequences, both in order of time."""
-        found = [read_json(path) for path in (self.path / "failures").glob(f"{job}-*.json")]
+        found = [read_object(path) for path in (self.path / "failures").glob(f"{job}-*.json")]
         return sorted(filter(None, found), key=lambda f: (f.get("consequence", False), f.get("time", 0.0)))
 
     def write_result(self, record: Record) -> Path:
@@ -126,7 +126,7 @@ class SweepFolder:
 
     def settings(self) -> tuple[str, str, JobCluster]:
         """The grid's name, the executor and the cluster of the latest submission."""
-        data = read_json(self.path / "sweep.json")
+        data = read_object(self.path / "sweep.json")
         if not data:
             raise SweepError(f"{self.path} holds no sweep; submit one: nestpipe sweep submit GRID --folder {self.path}")
         cluster = {**data["cluster"], "setup": tuple(data["cluster"].get("setup", ()))}

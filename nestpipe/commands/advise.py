@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from nestpipe.commands.terminal import short_ms, wide_console
 from nestpipe.machine.files import write_atomically
+from nestpipe.machine.json_files import json_text
 from nestpipe.measurement.provenance import provenance
 from nestpipe.simulator.advise import Advice, Choice, advise
 from nestpipe.simulator.scenario import Scenario
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     for line in _sentences(advice):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     if command.json:
-        write_atomically(command.json, json.dumps(to_json(advice), indent=1, default=str) + "\n")
+        write_atomically(command.json, json_text(to_json(advice), indent=1, default=str) + "\n")
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from nestpipe.commands.terminal import wide_console
 from nestpipe.machine.files import write_atomically
+from nestpipe.machine.json_files import json_text
 from nestpipe.measurement.provenance import provenance
 from nestpipe.simulator.calibrate.measure import CalibrateConfig, calibrate, profile_toml
 from nestpipe.simulator.calibrate.predict_and_measure import Comparison, mean_error_pct, predict_and_measure
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
             "mean_error_pct": mean_error_pct(checks) if checks else None,
             "provenance": provenance(),
         }
-        write_atomically(command.json, json.dumps(data, indent=1, default=str) + "\n")
+        write_atomically(command.json, json_text(data, indent=1, default=str) + "\n")
     return 0
 
 

@@ -31,5 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     require_writable(folder / "any")
     with progress_of_stages(Console(stderr=True), "starting ranks") as show:
         curves = converge(command.curves, folder, show)
+    for sentence in filter(None, (curve.diverged for curve in curves)):
+        print(sentence)
     print(f"{len(curves)} curves in {folder}; now: nestpipe report --only fig6 --folder {command.folder}")
     return 0

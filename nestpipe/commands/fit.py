@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from nestpipe.commands.terminal import wide_console
 from nestpipe.machine.files import write_atomically
+from nestpipe.machine.json_files import json_text
 from nestpipe.measurement.provenance import provenance
 from nestpipe.simulator.fit.assumptions import Assumption, assumptions
 from nestpipe.simulator.fit.figure_points import NPU, NotePoint, SweepPoint, micro_batch_sweep, note_points
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
             ],
             "provenance": provenance(),
         }
-        write_atomically(command.json, json.dumps(data, indent=1, default=str) + "\n")
+        write_atomically(command.json, json_text(data, indent=1, default=str) + "\n")
     return 0
 
 

@@ -45,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     written = write_artefacts(artefacts, target.parent)
     for sentence in sources.skipped:
         print(f"skipped: {sentence}")
+    for sentence in sources.diverged():
+        print(sentence)
     if names:
         for artefact in artefacts:
             for table in artefact.tables:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from nestpipe.config import RunConfig
 from nestpipe.machine.files import require_writable_folder, write_atomically
+from nestpipe.machine.json_files import json_text
 from nestpipe.machine.progress import progress_of_stages
 from nestpipe.methods import methods_of
 
@@ -106,4 +106,4 @@ def _note_time(folder: Path, part: str, seconds: float) -> None:
     from results.report.report import read_times
 
     times = read_times(folder) | {part: round(seconds, 1)}
-    write_atomically(folder / "times.json", json.dumps(times, indent=1, sort_keys=True) + "\n")
+    write_atomically(folder / "times.json", json_text(times, indent=1, sort_keys=True) + "\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from nestpipe.config import WARM_UP_STEPS, RunConfig
 from nestpipe.machine.files import require_writable, require_writable_folder, slug, write_atomically
+from nestpipe.machine.json_files import json_text
 from nestpipe.machine.progress import progress_side_by_side
 from nestpipe.measurement.record import Record, Store
 from nestpipe.measurement.trace import perfetto_json
@@ -68,7 +68,7 @@ def _write(command: RunCommand, runs: Sequence[MethodRun]) -> None:
     writes: list[Callable[[], object]] = []
     if path := command.json:
         records = {r.record.method: r.record.to_json() for r in runs}
-        text = json.dumps({"methods": records}, indent=1, default=str) + "\n"
+        text = json_text({"methods": records}, indent=1, default=str) + "\n"
         writes.append(lambda: write_atomically(path, text))
     if command.store:
         writes += [partial(Store(command.store).write, r.record) for r in runs]
@@ -186,11 +186,12 @@ def _remarks(records: Sequence[Record]) -> list[str]:
             f"{most} micro-batches are more than a batch of {first.config['data']['batch_size']} fills: some are empty."
         )
     if len(records) > 1:
-        gap = max(float(np.max(np.abs(np.subtract(r.losses, first.losses)))) for r in records[1:])
+        with np.errstate(invalid="ignore"):  # losses that are not finite
+            gap = max(float(np.max(np.abs(np.subtract(r.losses, first.losses)))) for r in records[1:])
         lines.append(
             f"largest difference in a step's loss from {first.method}, over {len(first.losses)} steps: {gap:.2g}"
         )
-    lines += first.notes
+    lines += dict.fromkeys(note for record in records for note in record.notes)
     for record in records:
         if record.evaluation:
             lines.append(f"{record.method}: " + "  ".join(f"{k} {v:.4f}" for k, v in record.evaluation.items()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from nestpipe.commands.terminal import short_count, short_ms, wide_console
 from nestpipe.machine.files import write_atomically
+from nestpipe.machine.json_files import json_text
 from nestpipe.measurement.record import Record, Store
 from nestpipe.methods import find_method, known_methods
 from nestpipe.simulator.scenario import SimulateConfig, scaling, simulate
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     for note in records[0].notes:
         out.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
     if command.json:
-        text = json.dumps({"records": [r.to_json() for r in records]}, indent=1, default=str)
+        text = json_text({"records": [r.to_json() for r in records]}, indent=1, default=str)
         write_atomically(command.json, text + "\n")
     if command.store:
         for record in records:

@@ -161,6 +161,8 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{done.new} new records and {done.same} known ones in {store}; {counts(point_states(sweep))}")
     for line in done.bad:
         print(f"skipped: {line}")
+    for line in done.diverged:
+        print(line)
     return 1 if done.bad else 0
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from nestpipe.machine.files import slug, write_atomically
+from nestpipe.machine.json_files import json_text, numbers, read_json
 from nestpipe.measurement.exposed_time import EXPOSED, StepTimes
 
 SCHEMA = "nestpipe-record-1"
@@ -51,6 +52,17 @@ METRICS = (
 
 class RecordError(ValueError):
     """A file is not a record of this schema. The message says which file and why."""
+
+
+def diverged(what: str, losses: Sequence[float]) -> str:
+    """A sentence that says so if a loss of ``what`` is not a finite number, else ""."""
+    bad = np.flatnonzero(~np.isfinite(np.asarray(losses, dtype=np.float64)))
+    if not len(bad):
+        return ""
+    return (
+        f"{what} DIVERGED: the loss of step {bad[0] + 1} of {len(losses)} is not a finite number, so what it learned "
+        "is worthless; choose smaller learning rates"
+    )
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,11 @@ class Record:
         return self.typical("qps") / self.workers / (base.typical("qps") / base.workers)
 
     @property
+    def diverged(self) -> str:
+        """A sentence if a step's loss was not a finite number, else ""."""
+        return diverged(self.method, self.losses)
+
+    @property
     def key(self) -> str:
         """16 hex digits that identify what was run. The same run has the same key if it is repeated."""
         identity = {
@@ -120,9 +137,15 @@ def record_from_json(data: Any, source: str = "record") -> Record:
     if data["kind"] not in KINDS:
         raise RecordError(f"{source}: kind {data['kind']!r} is not one of {', '.join(KINDS)}")
     metrics = {name: data[name] for name in METRICS if name in data}
+    if isinstance(losses := data.get("losses", []), list) and isinstance(quality := data.get("evaluation", {}), dict):
+        evaluation = dict(zip(quality, numbers(list(quality.values())), strict=True))
+        data = {**data, "losses": numbers(losses), "evaluation": evaluation}
     _require_kinds(data, metrics, source)
     return Record(**{name: data[name] for name in names if name in data}, metrics=metrics)
 
+
+#: No run has as many workers, micro-batches or steps, and 64-bit integers hold more.
+_MANY = 1 << 40
 
 #: The types that readers of a record rely on, by field. ``paper_method`` may also be null.
 _FIELD_KINDS: Mapping[str, tuple[type, ...]] = {
@@ -142,19 +165,30 @@ _FIELD_KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 def _require_kinds(data: Mapping[str, Any], metrics: Mapping[str, Any], source: str) -> None:
-    """Raises RecordError for a value of the wrong type, as in a file that was edited by hand or by another program."""
+    """Raises RecordError for a value that readers cannot use, as in a file that another program made."""
     for name, kinds in _FIELD_KINDS.items():
         if name in data and type(data[name]) not in kinds:
             raise RecordError(f"{source}: {name} is {_short(data[name])}, expected {kinds[0].__name__}")
     wanted = {"measured": ("micro_batches", "data", "model"), "simulated": ("micro_batches", "hardware", "workload")}
-    if lacking := [name for name in wanted.get(data["kind"], ()) if name not in data["config"]]:
+    config = data["config"]
+    if lacking := [name for name in wanted.get(data["kind"], ()) if name not in config]:
         raise RecordError(f"{source}: its config lacks {', '.join(lacking)}")
+    for name in ("data", "model", "workload"):
+        if name in config and type(config[name]) is not dict:
+            raise RecordError(f"{source}: {name} in its config is {_short(config[name])}, expected dict")
+    for name, value in {"workers": data["workers"], "micro_batches": config.get("micro_batches", 1)}.items():
+        if type(value) is not int or not 1 <= value < _MANY:
+            raise RecordError(f"{source}: {name} is {_short(value)}, expected a whole number from 1 to {_MANY - 1}")
     for name, values in {"steps": data["steps"], "losses": data.get("losses", []), **metrics}.items():
         numbers = {int} if name == "steps" else {int, float}
         if type(values) is not list or not set(map(type, values)) <= numbers:
             raise RecordError(f"{source}: {name} is {_short(values)}, expected a list of numbers")
         if name in metrics and len(values) not in (0, len(data["steps"])):
             raise RecordError(f"{source}: {name} has {len(values)} values for {len(data['steps'])} steps")
+        if name == "steps" and not all(abs(step) < _MANY for step in values):
+            raise RecordError(f"{source}: steps has a number of {_MANY} or more")
+        if name in metrics and not np.isfinite(np.array(values, dtype=np.float64)).all():
+            raise RecordError(f"{source}: {name} has a value that is not a finite number; run it again")
 
 
 def _short(value: Any) -> str:
@@ -190,7 +224,7 @@ class Store:
     def write(self, record: Record) -> Path:
         """Write ``record`` to the file at the returned path. It replaces one with the same kind, method and key."""
         path = self.folder / f"{record.kind}-{slug(record.method)}-{record.key}.json"
-        write_atomically(path, json.dumps(record.to_json(), indent=1, default=str) + "\n")
+        write_atomically(path, json_text(record.to_json(), indent=1, default=str) + "\n")
         return path
 
     def read(self) -> tuple[list[Record], list[str]]:
@@ -198,9 +232,9 @@ class Store:
         records, skipped = [], []
         for path in sorted(self.folder.glob("*.json")):
             try:
-                records.append(record_from_json(json.loads(path.read_text(encoding="utf-8")), path.name))
+                records.append(record_from_json(read_json(path), path.name))
             except RecordError as error:
                 skipped.append(str(error))
-            except (OSError, ValueError, RecursionError) as error:
+            except (OSError, ValueError) as error:
                 skipped.append(f"{path.name}: cannot be read as JSON ({error}); remove it or run it again")
         return records, skipped

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nestpipe.machine.json_files import json_text
 from nestpipe.schedule.building import parse_ref
 from nestpipe.schedule.operations import Op, Ref
 from nestpipe.schedule.order import predecessors
@@ -189,4 +190,4 @@ def spans_of_perfetto(text: str) -> list[list[Span]]:
 
 
 def perfetto_json(timelines: Sequence[Timeline], title: str) -> str:
-    return json.dumps(perfetto(timelines, title), separators=(",", ":"))
+    return json_text(perfetto(timelines, title), separators=(",", ":"))

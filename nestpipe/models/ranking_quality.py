@@ -2,7 +2,7 @@
 
 HR@k: share of users whose test item is among the first k. NDCG@k: mean over users of 1 / log2(1 + rank) if
 the test item is among the first k, else 0. Equal scores rank by item id, so that results do not depend on sort
-order. Users whose test item is among those they have seen (synthetic histories repeat items) are left out.
+order. A score that is not a number ranks behind all others. Users whose test item is among those they have seen (synthetic histories repeat items) are left out.
 """
 
 from __future__ import annotations
@@ -99,6 +99,9 @@ def _ranks(score: Callable[[np.ndarray], Callable[[int, int], Tensor]], dataset:
             value = block[who, what - low]
             ahead = (value > mine[who]) | ((value == mine[who]) & (what < target[who]))
             rank -= np.bincount(who[ahead], minlength=len(users))
+        # No comparison with NaN is true, so a model that has diverged would rank every test item first.
+        unseen = dataset.items - np.bincount(owner, minlength=len(users))
+        rank = np.where(np.isnan(mine), unseen, rank)
         ranks.append(rank[new])
     return torch.from_numpy(np.concatenate(ranks))
 

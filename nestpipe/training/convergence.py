@@ -23,7 +23,9 @@ import torch.distributed as dist
 from nestpipe.config import ConfigError, DataConfig, ModelConfig, OptimizerConfig, RunConfig, names_in
 from nestpipe.datasets.loader import load_dataset
 from nestpipe.machine.files import slug, write_atomically
+from nestpipe.machine.json_files import json_text, numbers, read_json
 from nestpipe.measurement.provenance import provenance
+from nestpipe.measurement.record import diverged
 from nestpipe.methods import methods_of
 from nestpipe.ranks.pool import RankPool
 from nestpipe.trainer import Trainer
@@ -89,6 +91,11 @@ class Curve:
     evaluated: Sequence[int]
     quality: Mapping[str, Sequence[float]]
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def diverged(self) -> str:
+        """A sentence if a step's loss was not a finite number, else ""."""
+        return diverged(f"{self.method}, seed {self.seed}", self.losses)
 
     @property
     def setting(self) -> str:
@@ -187,8 +194,16 @@ def nudge(trainer: Trainer) -> None:
 
 def write_curve(folder: Path, curve: Curve) -> Path:
     path = folder / f"{slug(curve.method)}-seed{curve.seed}-{curve.setting}.json"
-    write_atomically(path, json.dumps({"schema": _SCHEMA, **dataclasses.asdict(curve)}, default=list) + "\n")
+    write_atomically(path, json_text({"schema": _SCHEMA, **dataclasses.asdict(curve)}, default=list) + "\n")
     return path
+
+
+def _curve(data: Mapping[str, Any]) -> Curve:
+    """Raises KeyError, TypeError or ValueError. Null is a number that was not finite."""
+    quality = {metric: numbers(values) for metric, values in data["quality"].items()}
+    if {len(values) for values in quality.values()} != {len(data["evaluated"])}:
+        raise ValueError("a curve has a value for each evaluation")
+    return Curve(**{**data, "losses": numbers(data["losses"]), "quality": quality})
 
 
 def read_curves(folder: Path) -> list[Curve]:
@@ -196,9 +211,9 @@ def read_curves(folder: Path) -> list[Curve]:
     curves = []
     for path in sorted(folder.glob("*.json")):
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path)
             if data.pop("schema") == _SCHEMA:
-                curves.append(Curve(**data))
+                curves.append(_curve(data))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return curves

@@ -10,7 +10,7 @@ import numpy as np
 from nestpipe.config import WARM_UP_STEPS, RunConfig
 from nestpipe.measurement.exposed_time import StepTimes, joined, step_times
 from nestpipe.measurement.provenance import provenance
-from nestpipe.measurement.record import METRICS, Record, metrics_from_times
+from nestpipe.measurement.record import METRICS, Record, diverged, metrics_from_times
 from nestpipe.measurement.trace import Timeline, observed_timelines, scheduled_timeline
 from nestpipe.methods import Method, find_method
 from nestpipe.training.loop import RankResult
@@ -96,6 +96,9 @@ def _method_run(
         metrics["exposed_vs_serial"] = [x / serial_exposed_ms for x in metrics["exposed_communication_ms"]]
     else:
         metrics["exposed_vs_serial"] = []
+    losses = [float(sum(r.loss for r in step)) for step in by_step.values()]
+    if sentence := diverged(method.name, losses):
+        notes = [*notes, sentence]
     record = Record(
         kind="measured",
         method=method.name,
@@ -105,7 +108,7 @@ def _method_run(
         config=config.in_record(micro_batches),
         steps=keep,
         metrics={name: metrics[name] for name in METRICS},
-        losses=[float(sum(r.loss for r in step)) for step in by_step.values()],
+        losses=losses,
         paced=config.pace_dense > 0,
         testbed=config.testbed,
         evaluation=ranks[0].evaluation,

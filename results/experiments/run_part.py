@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from nestpipe.drawing.steady_step import cut_out
 from nestpipe.machine.files import write_atomically
+from nestpipe.machine.json_files import json_text
 from nestpipe.measurement.record import Record, Store
 from nestpipe.simulator.scenario import SimulateConfig, simulate
 from nestpipe.testbed.testbed import TestbedUnavailable
@@ -149,7 +149,7 @@ def write_timeline(run: MethodRun, folder: Path) -> None:
         for span in steps.spans
     ]
     data = {"record": record.key, "method": record.method, "length_ms": steps.length * 1e3, "spans": kept}
-    write_atomically(folder / f"{record.key}.json", json.dumps(data) + "\n")
+    write_atomically(folder / f"{record.key}.json", json_text(data) + "\n")
 
 
 def _usual_step(record: Record) -> int:

@@ -154,7 +154,8 @@ def _gap_table(by: Mapping[str, Mapping[int, Curve]], what: str) -> Table:
     for name, runs in by.items():
         seeds = sorted(runs.keys() & reference.keys())
         final = {metric: [runs[s].quality[metric][-1] for s in sorted(runs)] for metric in QUALITY}
-        row = {"method": _label(name)}
+        gone = sum(bool(run.diverged) for run in runs.values())
+        row = {"method": _label(name) + (f" (DIVERGED with {gone} of {len(runs)} seeds)" if gone else "")}
         for metric in QUALITY:
             spread = f" ± {np.std(final[metric], ddof=1) * 1e3:.1f}" if len(runs) > 1 else ""
             row[f"{metric}, 1e-3"] = f"{np.mean(final[metric]) * 1e3:.1f}{spread}"

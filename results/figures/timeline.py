@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 
 from nestpipe.drawing.steady_step import steady_step
+from nestpipe.machine.json_files import read_json
 from nestpipe.methods import UnknownMethod, find_method
 from nestpipe.schedule.operations import Ref
 from nestpipe.schedule.stages import STAGES
@@ -87,8 +87,14 @@ def _measured(sources: Sources) -> Picture | None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = read_json(path)
+        spans = [
+            (stage, int(batch), int(micro), str(lane), float(start), float(end))
+            for stage, batch, micro, lane, start, end in data["spans"]
+            if stage in STAGES
+        ]
+        return {"spans": spans, "length_ms": float(data["length_ms"])}
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
+from nestpipe.machine.json_files import read_json
 from nestpipe.measurement.record import KINDS, Record
 from results.artefacts import ARTEFACTS, Artefact, Mismatch, Table, make
 from results.experiments.part_names import CONVERGENCE
@@ -95,6 +95,7 @@ def to_report(sources: Sources, artefacts: Sequence[Artefact]) -> str:
             for name in missing
         ],
         skipped=sources.skipped,
+        diverged=sources.diverged(),
         artefacts=artefacts,
         how=how_to(sources.folder, options, [a.name for a in artefacts]),
         environment=environment_table(sources),
@@ -138,7 +139,7 @@ def _duration(seconds: float) -> str:
 def read_times(folder: Path) -> dict[str, float]:
     """Seconds that each part took, as ``nestpipe reproduce`` recorded them."""
     try:
-        return {str(k): float(v) for k, v in json.loads((folder / "times.json").read_text(encoding="utf-8")).items()}
+        return {str(k): float(v) for k, v in read_json(folder / "times.json").items()}
     except (OSError, ValueError, AttributeError):
         return {}
 

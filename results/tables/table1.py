@@ -182,6 +182,8 @@ def _losses_say(method: str, differs: bool, records: Sequence[Record]) -> tuple[
         if not count:
             continue
         mine, theirs = np.array(record.losses[:count]), np.array(base.losses[:count])
+        if not (np.isfinite(mine) & np.isfinite(theirs)).all():
+            continue  # losses of a run that has diverged say nothing
         gap = float(np.max(np.abs(mine - theirs) / np.abs(theirs)))
         contradicted = (gap > SAME_LOSS) != differs
         verdict = ", which CONTRADICTS it at this length of run" if contradicted else ""

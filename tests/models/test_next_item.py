@@ -209,6 +209,17 @@ def test_ranks_exclude_seen_items_and_break_ties_by_id(dataset):
     assert metrics["NDCG@2"] == pytest.approx(1 / math.log2(3) / 3)
 
 
+@pytest.mark.parametrize("bad", ["every row", "the test items' rows", "the query"])
+def test_a_model_that_has_diverged_ranks_no_test_item_first(dataset, bad):
+    dense, table = Fixed(), torch.rand(dataset.items, 1)
+    if bad == "the query":
+        dense.encode = lambda items, timestamps: torch.full_like(items, math.nan)
+    else:
+        table[dataset.test_items if bad != "every row" else slice(None)] = math.nan
+    metrics = evaluate(dense, table, dataset, cutoffs=(10,))
+    assert metrics["users"] > 10 and metrics["HR@10"] == metrics["NDCG@10"] == 0
+
+
 def test_evaluation_in_pieces_gives_the_same(dataset, monkeypatch):
     model = build(SMALL, dataset)
     table = model.embeddings.tables["item"].weight.detach()
