@@ -118,10 +118,12 @@ def discover(
         rows = FromTables(tables, part, handed, record)
         with lookups.using(rows):
             total, count = losses.of(model(users), len(part))
-            # A model with only frozen weights cannot be trained by any loop.
-            if not total.requires_grad:
+            # A part may have nothing to learn from. A model with only frozen weights cannot be trained by any loop.
+            if not total.requires_grad and part is batch:
                 raise ValueError("the loss does not depend on any weight that is trained: is it detached?")
-            gradients = _gradients(model, rows, total) if with_gradients else None
+            gradients = None
+            if with_gradients:
+                gradients = _gradients(model, rows, total) if total.requires_grad else {}
         return _sums(total, count, pass_.precision, gradients)
 
     with undisturbed(model) as pass_:

@@ -209,8 +209,9 @@ class StageFunctions:
         received = self._rings["received", ref]
         if activation is not None:
             loss, value, count = activation
-            with self.turns.computing(is_forward=False):
-                loss.backward()
+            if loss.requires_grad:  # not the constant that a model may return for a part without labels
+                with self.turns.computing(is_forward=False):
+                    loss.backward()
             self._dense.add(value, count)
             self._losses[ref.batch] = self._losses.get(ref.batch, 0.0) + value
         gradient = self._memory.zeros(*received.shape) if received.grad is None else received.grad
