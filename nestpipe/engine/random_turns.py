@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from nestpipe.embedding.memory import HOST
+
 #: So many forward passes are watched before it is decided that they draw nothing.
 _WATCHED = 4
 #: The last batch, counted from the first, that is read before the first forward pass to see whether reads draw.
@@ -33,7 +35,7 @@ class RandomTurns:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._reads = self._passes = 0
-        self._seen = torch.empty(0, dtype=torch.uint8)  # the generator's state after the watched reads
+        self._seen = HOST.empty(0, dtype=torch.uint8)  # the generator's state after the watched reads
         self._passes_draw = False
         self._reads_draw = False
         self._undecided = True
