@@ -152,8 +152,13 @@ class _ViewsForEver(Gradients):
 def _zero_grad_breaks_views() -> AbstractContextManager[None]:
     def step(self: Any, factor: float = 1.0) -> None:
         self._gradients.finish(factor)
+        unused = [p for p in self._gradients._weights if p.grad is not None and not p.grad.any()]
+        for parameter in unused:  # their decay is another fault
+            parameter.grad = None
         if self._optimizer is not None:
             self._optimizer.step()
+        for parameter in unused:
+            parameter.grad = self._gradients._views[id(parameter)]
         self._gradients.end()
 
     return _put((dense_part, "Gradients", _ViewsForEver), (dense_part.DensePart, "step", step))
