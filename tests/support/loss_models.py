@@ -172,6 +172,17 @@ def with_holes(first):
     return extra
 
 
+def in_places(*places):
+    """Labels that are there only for the samples in these places."""
+
+    def extra(step, samples, generator):
+        label = torch.full((samples,), float("nan"))
+        label[list(places)] = torch.rand(len(places), generator=generator)
+        return label
+
+    return extra
+
+
 def weights(step, samples, generator):
     return torch.rand(samples, generator=generator) + 0.1
 
