@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class AdoptedModel(nn.Module):
         return total if count is None else (total, count)
 
     def _look_again(self, looks: separable.Looks, part: Batch, rows: FromEngine) -> None:
-        """Compare the losses of ``part`` and of its halves, with the rows that it got."""
+        """Compare the losses of ``part`` and of two parts of it, with the rows that it got."""
         if not looks.is_due(part):
             return
         looks.looked()
@@ -83,7 +83,7 @@ class AdoptedModel(nn.Module):
                 return _sums(total, count, pass_.precision)
 
             whole = sums(torch.arange(len(part)))
-            parts = _of_halves(sums, len(part))
+            parts = _of_parts(sums, looks.parts(len(part)))
             separable.require_same_buffers(changed_buffers(self.model, buffers))
         if parts:
             separable.require_equal_sums(whole, parts, self._losses.reduction)
@@ -105,11 +105,12 @@ def discover(
     losses: Losses,
     batch: Batch,
     reads: Reads,
-    check: bool,
+    check: int,
 ) -> Discovery:
     """Run the adopted ``model`` on ``batch`` with rows of ``tables``, and record in ``reads`` what it looks up.
 
-    ``check``: also whether its loss is separable by sample, if there are two. The model is as before afterwards.
+    ``check``: also whether its loss is separable by sample, if there are two: into as many micro-batches, and other
+    parts; 0 for no check. The model is as before afterwards.
     Raises NotSeparable, BatchError, or ValueError for a loss that cannot be trained.
     """
 
@@ -118,34 +119,38 @@ def discover(
         rows = FromTables(tables, part, handed, record)
         with lookups.using(rows):
             total, count = losses.of(model(users), len(part))
-            # A model with only frozen weights cannot be trained by any loop.
-            if not total.requires_grad:
+            # A part may have nothing to learn from. A model with only frozen weights cannot be trained by any loop.
+            if not total.requires_grad and part is batch:
                 raise ValueError("the loss does not depend on any weight that is trained: is it detached?")
-            gradients = _gradients(model, rows, total) if with_gradients else None
+            gradients = None
+            if with_gradients:
+                gradients = _gradients(model, rows, total) if total.requires_grad else {}
         return _sums(total, count, pass_.precision, gradients)
 
     with undisturbed(model) as pass_:
-        first = sums(batch, reads, check)
+        first = sums(batch, reads, check > 0)
         if check:
             buffers = copied_buffers(model)  # the first pass may make some
             again = sums(batch, None, False)
             separable.require_same_buffers(changed_buffers(model, buffers))
             separable.require_stateless(first, again)
-            parts = _of_halves(lambda index: sums(batch.select(index), None, True), len(batch))
-            separable.require_same_buffers(changed_buffers(model, buffers))
-            if parts:
-                separable.require_equal_sums(first, parts, losses.reduction)
+            for cut in (separable.halves(len(batch)), separable.thirds(len(batch)), batch.places(check)):
+                parts = _of_parts(lambda index: sums(batch.select(index), None, True), cut)
+                separable.require_same_buffers(changed_buffers(model, buffers))
+                if parts:
+                    separable.require_equal_sums(first, parts, losses.reduction)
     return Discovery(reads, first.count is not None)
 
 
-def _of_halves(sums: Callable[[Tensor], separable.Sums], samples: int) -> list[separable.Sums]:
-    """What ``sums`` gives for both halves; nothing if there is one sample, or if the model cannot take a single one."""
-    if samples < 2:
+def _of_parts(sums: Callable[[Tensor], separable.Sums], parts: Sequence[Tensor]) -> list[separable.Sums]:
+    """What ``sums`` gives for ``parts``; nothing if there is only one, or if the model cannot take a single sample."""
+    parts = [index for index in parts if len(index)]
+    if len(parts) < 2:
         return []
     try:
-        return [sums(index) for index in separable.halves(samples)]
+        return [sums(index) for index in parts]
     except Exception:  # whatever a user's model raises
-        if samples > 3:
+        if min(map(len, parts)) > 1:
             raise
         return []
 

@@ -59,7 +59,8 @@ class Lookups:
         if self._supplier is None:
             raise RuntimeError(
                 "this model is trained by a NestPipeline, which has its embedding rows: call pipeline.progress, or "
-                "pipeline.export() for a model to evaluate or save"
+                "pipeline.export() for a model to evaluate or save. A collection cannot be "
+                "inside an activation checkpoint"
             )
         return self._supplier.rows(collection, slots, asked)
 

@@ -238,9 +238,8 @@ class NestPipeline:
                 batch = self._form.to_batch(raw, 0, reads)
                 reads.seen.update(source.path for source in sources(batch))
                 if len(batch):
-                    found = discover(
-                        self._model, tables, self._lookups, self._form, self._losses, batch, reads, self._check
-                    )
+                    check = self._micro_batches if self._check else 0
+                    found = discover(self._model, tables, self._lookups, self._form, self._losses, batch, reads, check)
         except Exception as failed:  # raised below, so that no rank waits for this one
             error = failed
         try:

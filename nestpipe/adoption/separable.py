@@ -78,6 +78,12 @@ def halves(samples: int) -> list[Tensor]:
     return [torch.arange(start, samples, 2) for start in (0, 1)]
 
 
+def thirds(samples: int) -> list[Tensor]:
+    """The first third and the rest: a mean over some samples may be the mean of both halves, but hardly of these."""
+    first = max(1, samples // 3)
+    return [torch.arange(first), torch.arange(first, samples)]
+
+
 def require_same_buffers(changed: Sequence[str]) -> None:
     if changed:
         raise NotSeparable(
@@ -170,6 +176,10 @@ class Looks:
                 self._turn = turn % min(self.micro_batches, samples // 2)
         self._part += 1
         return self._waiting and self._part > self._turn
+
+    def parts(self, samples: int) -> list[Tensor]:
+        """How to cut the micro-batch that is due, another way each time."""
+        return halves(samples) if self._batch % 2 else thirds(samples)
 
     def looked(self) -> None:
         """This batch has been looked at."""

@@ -100,10 +100,16 @@ class Batch:
         A batch with fewer samples gives empty parts at the end: zero samples are valid everywhere. A batch of a user's
         own type is not cut into single samples, since many models squeeze their scores and so cannot take one.
         """
+        return [self.narrow(a, b) for a, b in pairwise(self._bounds(micro_batches))]
+
+    def places(self, micro_batches: int) -> list[Tensor]:
+        """int64: the places in this batch of the samples of each part of ``split``."""
+        return [torch.arange(a, b) for a, b in pairwise(self._bounds(micro_batches))]
+
+    def _bounds(self, micro_batches: int) -> list[int]:
         filled = micro_batches if self.form is None else min(micro_batches, max(1, len(self) // 2))
         size, larger = divmod(len(self), filled)
-        bounds = [min(m, filled) * size + min(m, larger) for m in range(micro_batches + 1)]
-        return [self.narrow(a, b) for a, b in pairwise(bounds)]
+        return [min(m, filled) * size + min(m, larger) for m in range(micro_batches + 1)]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return self._map(lambda x: x.to(device, non_blocking=non_blocking), len(self))

@@ -103,6 +103,12 @@ class HostTable:
         first, last = self.layout.base[t], self.layout.base[t] + self.layout.block[t]
         return Rows(self.rows.weight[first:last], self.rows.state[first:last])
 
+    def frozen_among(self, index: Tensor) -> Tensor | None:
+        """Positions in ``index``, local row numbers, of rows of frozen tables; None if no table is frozen."""
+        blocks = zip(self.layout.tables, self.layout.base, self.layout.block, strict=True)
+        frozen = [(index >= first) & (index < first + count) for table, first, count in blocks if table.frozen]
+        return torch.stack(frozen).any(0).nonzero().flatten() if frozen else None
+
     def load(self, name: str, values: Tensor) -> None:
         """Set this rank's weights of a table from the ``values`` of the whole table, float32 [rows, dim]."""
         start, stop = self.layout.owned(self._number(name), self.rank)

@@ -31,7 +31,7 @@ class ReceivedEmbeddings(nn.Module):
         rows = received.index_select(0, inverse).split(counts)
         frozen = {f for table in self._tables if table.frozen for f in part.features_of(table)}
         self._jagged = {
-            # Rows of a frozen table get no gradient, and a zero gradient changes no row under any rule.
+            # Rows of a frozen table get no gradient.
             feature: Jagged(values.detach() if feature in frozen else values, part.sparse[feature].lengths())
             for feature, values in zip(features, rows, strict=True)
         }

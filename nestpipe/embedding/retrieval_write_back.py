@@ -30,6 +30,10 @@ class Rows:
         if self.state.shape[1]:
             torch.index_select(self.state, 0, index, out=out.state)
 
+    def taken(self, index: Tensor) -> Rows:
+        """Copies of the rows ``index``."""
+        return Rows(self.weight.index_select(0, index), self.state.index_select(0, index))
+
     def scatter(self, index: Tensor, rows: Rows) -> None:
         """Write-back: ``self[index[i]] = rows[i]``, weight and state. The indices must be distinct."""
         self.weight.index_copy_(0, index, rows.weight)

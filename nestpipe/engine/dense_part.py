@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class DensePart:
     """The model, the embedding module injected into it, its optimizer, and the gradients of all its weights.
 
     Weights and buffers start as those of rank 0. Collective. ``exchange``: joins all ranks. Raises ValueError for an
-    optimizer whose ``step`` needs a closure, and for weights that have no values yet.
+    optimizer whose ``step`` needs a closure, for weights that have no values yet, and for models that differ by rank.
     """
 
     def __init__(self, spec: ModelSpec, dense_optimizer: DenseOptimizer, memory: Memory, exchange: Exchange):
@@ -48,6 +49,7 @@ class DensePart:
         self._optimizer = dense_optimizer(parameters) if parameters else None
         _require_no_closure(self._optimizer)
         self._gradients = Gradients(parameters, memory)
+        self._clear = getattr(self._optimizer, "zero_grad", self._gradients.clear)
 
     def losses(self, part: Batch, received: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor | None]:
         """The summed losses of a micro-batch, a scalar, and their count if the model returns one.
@@ -58,8 +60,9 @@ class DensePart:
         self._embeddings.set(received, inverse, part)
         losses = self._model(part)
         if self._counted:
-            total, count = losses
-            return total, count
+            return _total_and_count(losses)
+        if not isinstance(losses, Tensor):
+            raise ValueError(f"the model returned a {type(losses).__name__} instead of a tensor of losses")
         if losses.shape != (() if self._summed else (len(part),)):
             raise ValueError(
                 f"the model returned losses of shape {tuple(losses.shape)} for {len(part)} samples: return one per "
@@ -67,22 +70,25 @@ class DensePart:
             )
         return losses.sum(), None
 
+    def begin(self) -> None:
+        """Before each backward pass. The first one of a batch drops gradients that others have left."""
+        self._gradients.begin()
+
     def add(self, loss: float, count: float) -> None:
         """Add a micro-batch's share of the loss, and its count, to what the next ``reduce`` sums over ranks."""
-        self._gradients.loss += loss
-        self._gradients.count += count
+        self._gradients.add(loss, count)
 
     def reduce(self) -> BatchTotals:
         """Sum the gradients over ranks, and what ``add`` was given. Collective."""
         return BatchTotals(*self._gradients.reduce(self._exchange))
 
     def step(self, factor: float = 1.0) -> None:
-        """Apply the gradients, times ``factor``, and drop them."""
-        if factor != 1.0:
-            self._gradients.scale(factor)
+        """Apply the gradients, times ``factor``, and drop those that the optimizer's ``zero_grad`` does not keep."""
+        self._gradients.finish(factor)
         if self._optimizer is not None:
             self._optimizer.step()
-        self._gradients.clear()
+            self._clear()
+        self._gradients.end()
 
     def weights(self) -> dict[str, Tensor]:
         """The dense weights by name; live tensors."""
@@ -107,7 +113,10 @@ def _start_as_on_rank_0(model: nn.Module, exchange: Exchange) -> None:
     """As DistributedDataParallel does, so that ranks need no common seed."""
     tensors: Sequence[Tensor] = [*(p.detach() for p in model.parameters()), *(b for b in model.buffers())]
     tensors = [tensor for tensor in tensors if tensor.numel()]
-    if exchange.world_size == 1 or not tensors:
+    if exchange.world_size == 1:
+        return
+    _require_same_model(model, exchange)
+    if not tensors:
         return
     flat = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
     exchange.broadcast(flat)
@@ -115,6 +124,37 @@ def _start_as_on_rank_0(model: nn.Module, exchange: Exchange) -> None:
         for tensor, piece in zip(tensors, flat.split([t.numel() * t.element_size() for t in tensors]), strict=True):
             # A copy, because a slice of bytes need not be aligned for its type.
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _require_same_model(model: nn.Module, exchange: Exchange) -> None:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in named:
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"'{name}' is a sparse tensor, which cannot be sent to other ranks: keep its indices and values instead"
+            )
+    text = repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named])
+    digest = torch.tensor([zlib.crc32(text.encode())], device=named[0][1].device if named else None)
+    digests = exchange.all_gather(digest).flatten().tolist()
+    other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if other:
+        raise ValueError(
+            f"the model of rank {other[0]} has other weights or buffers than that of rank 0 (names, shapes or types): "
+            "build the same model on all ranks"
+        )
+
+
+def _total_and_count(losses: Any) -> tuple[Tensor, Tensor]:
+    if (
+        isinstance(losses, tuple | list)
+        and len(losses) == 2
+        and all(isinstance(x, Tensor) and not x.dim() for x in losses)
+    ):
+        total, count = losses
+        if count.requires_grad:
+            raise ValueError("the count that the losses are divided by depends on weights: detach it")
+        return total, count
+    raise ValueError("a model whose losses are divided by a count returns (sum of losses, count), two scalar tensors")
 
 
 def _require_no_closure(optimizer: Any) -> None:

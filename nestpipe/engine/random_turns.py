@@ -33,7 +33,7 @@ class RandomTurns:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._reads = self._passes = 0
-        self._seen = torch.empty(0, dtype=torch.uint8)  # the generator's state after the watched reads
+        self._seen = torch.get_rng_state()  # the generator's state after the watched reads
         self._passes_draw = False
         self._reads_draw = False
         self._undecided = True

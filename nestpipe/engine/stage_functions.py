@@ -209,8 +209,10 @@ class StageFunctions:
         received = self._rings["received", ref]
         if activation is not None:
             loss, value, count = activation
-            with self.turns.computing(is_forward=False):
-                loss.backward()
+            self._dense.begin()
+            if loss.requires_grad:  # not the constant that a model may return for a part without labels
+                with self.turns.computing(is_forward=False):
+                    loss.backward()
             self._dense.add(value, count)
             self._losses[ref.batch] = self._losses.get(ref.batch, 0.0) + value
         gradient = self._memory.zeros(*received.shape) if received.grad is None else received.grad
@@ -261,10 +263,14 @@ class StageFunctions:
         correction = self._correction(ref)
         if correction != 1.0:
             total.mul_(correction)
+        frozen = self._table.frozen_among(index)
+        kept = None if frozen is None else rows.taken(frozen)
         if self._averaged and total.dim() == 3:
             averaged_update(self._rule, rows, total)
         else:
             sparse_update(self._rule, rows, total)
+        if frozen is not None and kept is not None:  # no rule promises to keep rows whose gradient is zero
+            rows.scatter(frozen, kept)
         if self._schedule.updates_table:
             self._table.rows.scatter(index, rows)
         self._rings["accumulator", ref] = None

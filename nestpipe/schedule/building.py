@@ -69,7 +69,7 @@ def marked(schedule: Schedule, stages: str, mark: str) -> Schedule:
 def counted(schedule: Schedule) -> Schedule:
     """The schedule for a model that divides by a count: U and O wait for A, which sums the count over ranks.
 
-    Raises ValueError for a schedule whose U or O comes before A.
+    Raises ValueError for a schedule in which U or O of a batch comes before its A.
     """
     access = {"A": ((), ("loss_count",)), "U": (("loss_count",), ()), "O": (("loss_count",), ())}
     ops = []
@@ -83,7 +83,8 @@ def counted(schedule: Schedule) -> Schedule:
                 f"schedule '{schedule.name}' has {o.ref.relative()} before A, but a loss that is Summed is divided "
                 "by a count that A sums: use another method"
             )
-        ops.append(replace(o, reads=(*o.reads, *reads), writes=(*o.writes, *writes)))
+        all_reads, all_writes = dict.fromkeys((*o.reads, *reads)), dict.fromkeys((*o.writes, *writes))
+        ops.append(replace(o, reads=tuple(all_reads), writes=tuple(all_writes)))
     return with_derived_edges(replace(schedule, ops=tuple(ops)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("torchrec")
 
@@ -108,3 +109,16 @@ def test_two_tables_of_one_name_are_refused():
     tables = tuple(TableConfig("user", 10, 4, (feature,), 0.1) for feature in ("user", "friend"))
     with pytest.raises(ValueError, match="two embedding tables are called 'user'"):
         Engine(nestpipe(2), ModelSpec(tables, clicks_of(None)), SGD, sgd, seed=1)
+
+
+def test_a_collection_inside_an_activation_checkpoint_is_refused():
+    class Recomputed(Clicks):
+        def forward(self, batch):
+            pooled = checkpoint(lambda keyed: self.collection(keyed).values(), batch.sparse, use_reentrant=False)
+            score = self.net(torch.cat([pooled, batch.dense], 1)).squeeze(1)
+            return (score - batch.label).square().mean(), score
+
+    pipeline = NestPipeline(Recomputed(bags()), sgd, SGD, micro_batches=2)
+    with pytest.raises(RuntimeError, match="inside an activation checkpoint"):
+        pipeline.progress(first())
+    pipeline.close()

@@ -132,29 +132,36 @@ def _frozen_tables_trained() -> AbstractContextManager[None]:
 class _ViewsForEver(Gradients):
     """Gradients are views of one vector from the start, and the vector is what is summed."""
 
+    def begin(self) -> None:
+        pass
+
     def reduce(self, exchange: Any) -> tuple[float, float]:
         if self._trained is None:
-            used = [p.grad for p in self._parameters]
-            found = super().reduce(exchange)
-            for parameter, gradient in zip(self._parameters, used, strict=True):
-                if gradient is None:
-                    parameter.grad = None
-            return found
-        for flat in self._flat.values():
-            exchange.all_reduce(flat)
-        totals = torch.tensor([self.loss, self.count], dtype=torch.float64)
-        exchange.all_reduce(totals)
-        self.loss = self.count = 0.0
+            return super().reduce(exchange)
+        totals = torch.tensor([self._loss, self._count], dtype=torch.float64)
+        exchange.all_reduce_each([*self._flat.values(), totals])
         loss, count = totals.tolist()
         return loss, count
 
-    def clear(self) -> None:
-        for flat in getattr(self, "_flat", {}).values():
+    def end(self) -> None:
+        self._loss = self._count = 0.0
+        for flat in self._flat.values():
             flat.zero_()
 
 
 def _zero_grad_breaks_views() -> AbstractContextManager[None]:
-    return _put((dense_part, "Gradients", _ViewsForEver))
+    def step(self: Any, factor: float = 1.0) -> None:
+        self._gradients.finish(factor)
+        unused = [p for p in self._gradients._weights if p.grad is not None and not p.grad.any()]
+        for parameter in unused:  # their decay is another fault
+            parameter.grad = None
+        if self._optimizer is not None:
+            self._optimizer.step()
+        for parameter in unused:
+            parameter.grad = self._gradients._views[id(parameter)]
+        self._gradients.end()
+
+    return _put((dense_part, "Gradients", _ViewsForEver), (dense_part.DensePart, "step", step))
 
 
 def _jagged_weights_dropped() -> AbstractContextManager[None]:

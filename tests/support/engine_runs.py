@@ -52,7 +52,16 @@ class Scorer(nn.Module):
         return (scores - batch.extra["label"]).square()
 
 
+class CountingScorer(Scorer):
+    """The sum of the losses of samples with a positive label, and their number."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        counts = batch.extra["label"] > 0
+        return (super().forward(batch) * counts).sum(), counts.sum()
+
+
 SPEC = ModelSpec(TABLES, Scorer)
+COUNTING = ModelSpec(TABLES, CountingScorer, divide_by="count")
 
 
 def make_batch(generator: torch.Generator, samples: int, first_id: int = 0) -> Batch:

@@ -15,6 +15,7 @@ from nestpipe.engine.engine import Engine
 from nestpipe.engine.lanes import Execute, OneAtATime
 from nestpipe.schedule.operations import Op, Ref, Schedule
 from nestpipe.schedule.order import predecessors, with_derived_edges
+from nestpipe.trainer import ModelSpec
 from tests.support.engine_runs import SPEC, Outcome, Setting, train
 
 Priority = Callable[[int, Op], object]
@@ -202,10 +203,10 @@ class InOrder(OneAtATime):
         self._order.clear()
 
 
-def run_in_order(schedule: Schedule, setting: Setting, order: Sequence[Op]) -> Outcome:
+def run_in_order(schedule: Schedule, setting: Setting, order: Sequence[Op], spec: ModelSpec = SPEC) -> Outcome:
     """Execute unrolled operations one by one on this thread; raises what the engine raises."""
     lanes = partial(InOrder, order=order)
-    engine = Engine(schedule, SPEC, setting.sparse_optimizer, setting.dense_optimizer, 3, lanes)
+    engine = Engine(schedule, spec, setting.sparse_optimizer, setting.dense_optimizer, 3, lanes)
     try:
         batches = iter(setting.batches(0))
         # All operations run in the first step, so every batch is given its iterator before that.

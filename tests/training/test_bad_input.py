@@ -95,7 +95,7 @@ COMMANDS = {
     "run --store {there}/file": r"cannot write into {there}/file: it is not a folder",
     "run --trace {there}/file": r"cannot write into {there}/file: it is not a folder",
     "schedule nope": r"unknown method 'nope'; choose one of .*; and there is no file of that name",
-    "schedule {there}/none": r"/none: cannot be read as a schedule: .*No such file",
+    "schedule {there}/none": r"/none: there is no such file",
     "schedule {there}": r"cannot be read as a schedule: .*Is a directory",
     "schedule {there}/binary": r"/binary: cannot be read as a schedule: ",
     "schedule {there}/empty": r"/empty: expected 'schedule NAME micro_batches=N' and at least one operation line",
