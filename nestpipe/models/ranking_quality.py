@@ -2,7 +2,8 @@
 
 HR@k: share of users whose test item is among the first k. NDCG@k: mean over users of 1 / log2(1 + rank) if
 the test item is among the first k, else 0. Equal scores rank by item id, so that results do not depend on sort
-order. A score that is not a number ranks behind all others. Users whose test item is among those they have seen (synthetic histories repeat items) are left out.
+order. A score that is not a number ranks behind all others. Users whose test item is among those they have seen
+(synthetic histories repeat items) are left out.
 """
 
 from __future__ import annotations
