@@ -14,7 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.adoption.keyed import HandedOut, KeyedForm, cut_keyed, jagged_maker, keyed_of, stride
+from nestpipe.adoption.keyed import (
+    HandedOut,
+    KeyedForm,
+    cut_keyed,
+    jagged_maker,
+    keyed_of,
+    stride,
+    weights_place,
+)
 from nestpipe.adoption.structures import BatchError, OwnTypes, Rebuild, children, position
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.machine.versions import require_torchrec
@@ -129,6 +137,10 @@ class BatchFormat:
 
         return form.rebuild(value), handed
 
+    def copied(self, batch: Any) -> Any:
+        """A copy of ``batch`` that shares no tensor with it. Raises BatchError."""
+        return self.from_batch(self.to_batch(batch, 0, Reads({}, {})))[0]
+
     def _taken_apart(self, batch: Any) -> tuple[Rebuild, list[tuple[str, Any]]]:
         """How to build such a batch from its leaves, and the leaves by path."""
         found: list[tuple[str, Any]] = []
@@ -159,7 +171,7 @@ class BatchFormat:
             lengths = value.lengths().to(torch.int64, copy=True)
             extra[path] = Jagged(value.values().clone(), lengths)
             if weights is not None:
-                extra[f"{path}:weights"] = Jagged(weights.clone(), lengths)
+                extra[weights_place(path)] = Jagged(weights.clone(), lengths)
             return jagged_maker(path, value.lengths().dtype, weights is not None)
         if isinstance(value, KeyedTensor):
             extra[path] = value.values().clone()

@@ -18,6 +18,10 @@ require_torchrec()
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor  # noqa: E402
 
 
+#: Begins the place of weights in ``Batch.extra``. No path begins like it, and keys may hold any character.
+_WEIGHTS = "weights of "
+
+
 @dataclass(frozen=True)
 class KeyedForm:
     """What a KeyedJaggedTensor leaf holds in addition to its values."""
@@ -68,19 +72,19 @@ def cut_keyed(path: str, keyed: Any, extra: dict[str, Jagged | Tensor]) -> Keyed
     if sum(counts) != len(values):
         raise BatchError(f"batch{path} has {len(values)} values, but its lengths sum to {sum(counts)}")
     order = {} if inverse is None else dict(zip(inverse[0], inverse[1].long(), strict=True))
-    for what, flat in (("", values), (":weights", weights)):
+    for what, flat in (("", values), (_WEIGHTS, weights)):
         if flat is None:
             continue
         for key, piece, length in zip(keys, flat.split(counts), lengths, strict=True):
             jagged = Jagged(piece, length)
-            extra[f"{path}:{key}{what}"] = jagged.select(order[key]) if key in order else jagged
+            extra[f"{what}{path}:{key}"] = jagged.select(order[key]) if key in order else jagged
     return KeyedForm(keys, keyed.lengths().dtype, values.dtype, weights is not None)
 
 
 def keyed_of(path: str, leaf: KeyedForm, part: Batch) -> HandedOut:
     """The KeyedJaggedTensor at ``path`` with the samples of ``part``."""
     pieces: list[Any] = [part.extra[f"{path}:{key}"] for key in leaf.keys]
-    weights: list[Any] = [part.extra[f"{path}:{key}:weights"] for key in leaf.keys] if leaf.weighted else []
+    weights: list[Any] = [part.extra[f"{_WEIGHTS}{path}:{key}"] for key in leaf.keys] if leaf.weighted else []
     if not pieces:
         empty = torch.empty(0, dtype=leaf.values_dtype)
         keyed = KeyedJaggedTensor(keys=[], values=empty, lengths=torch.empty(0, dtype=leaf.lengths_dtype))
@@ -97,12 +101,17 @@ def keyed_of(path: str, leaf: KeyedForm, part: Batch) -> HandedOut:
     return HandedOut(keyed, path, values.clone(), lengths.clone())
 
 
+def weights_place(path: str) -> str:
+    """Where ``Batch.extra`` has the weights of the JaggedTensor at ``path``."""
+    return f"{_WEIGHTS}{path}"
+
+
 def jagged_maker(path: str, dtype: torch.dtype, weighted: bool) -> Callable[[Batch], Any]:
     """Makes the JaggedTensor at ``path`` of a part of its batch."""
 
     def make(part: Batch) -> Any:
         extra: Mapping[str, Any] = part.extra
-        weights = extra[f"{path}:weights"].flat.clone() if weighted else None
+        weights = extra[weights_place(path)].flat.clone() if weighted else None
         lengths = extra[path].counts.to(dtype, copy=True)
         return JaggedTensor(values=extra[path].flat.clone(), lengths=lengths, weights=weights)
 

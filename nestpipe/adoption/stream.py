@@ -46,6 +46,8 @@ class Stream:
         while len(self._kept) < _PEEKS:
             if self._kept and self._size(self._kept[-1]) >= samples:
                 return self._kept[-1]
+            if self._kept:  # a loader may use its tensors again for the next batch
+                self._kept[-1] = self._form.copied(self._kept[-1])
             try:
                 self._kept.append(self._read())
             except StopIteration:

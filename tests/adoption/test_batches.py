@@ -164,6 +164,14 @@ def test_batches_that_cannot_be_cut_are_named(broken, message):
     assert "\n" not in str(refused.value)
 
 
+def test_names_of_keys_may_hold_anything():
+    names = ["a", "a:weights", "weights of .x:a", ":a", "", ".x:a", "b.c"]
+    batch = {"x": KeyedJaggedTensor(names, torch.arange(28), lengths=torch.full((28,), 1), weights=torch.rand(28))}
+    batch["x:a"] = JaggedTensor(torch.arange(4), lengths=torch.ones(4, dtype=torch.int64), weights=torch.rand(4))
+    cut = BatchFormat().to_batch(batch, 0, NO_READS)
+    require_same(batch, [BatchFormat().from_batch(part)[0] for part in cut.split(3)], 4)
+
+
 def test_shared_tensors_are_whole_in_every_part():
     batch = {"x": torch.zeros(5, 2), "negatives": torch.arange(7), "ids": keys(5, 1)}
     for part in BatchFormat(shared=["negatives"]).to_batch(batch, 0, NO_READS).split(3):

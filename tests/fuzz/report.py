@@ -30,6 +30,8 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         _reason(o.verdict.why) for o in outcomes if o.verdict.kind == "refused"
     ).most_common():
         lines.append(f"  refused {number:5}  {reason}")
+    needless = [o for o in outcomes if o.verdict.kind == "refused" and not o.case.may_be_refused]
+    lines += [f"  needless? seed {o.case.seed} --ranks {o.case.ranks}: {o.verdict.why[:90]}" for o in needless[:20]]
     for kind in ("DIFFERENT", "CRASH"):
         lines += [
             f"  {kind} seed {o.case.seed} --ranks {o.case.ranks}: {o.verdict.why}"
