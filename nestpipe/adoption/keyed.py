@@ -17,7 +17,6 @@ require_torchrec()
 
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor  # noqa: E402
 
-
 #: Begins the place of weights in ``Batch.extra``. No path begins like it, and keys may hold any character.
 _WEIGHTS = "weights of "
 

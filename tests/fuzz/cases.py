@@ -92,14 +92,11 @@ class Case:
         """Whether it has something that need not be trained. Anything else that is refused is worth a look."""
         split = self.micro_batches > 1 and self.method != "dbp-only"
         return (
-            split
-            and (self.loss in INSEPARABLE or bool({"buffer", "counter"} & set(self.habits)))
+            (split and (self.loss in INSEPARABLE or bool({"buffer", "counter"} & set(self.habits))))
             or "eval" in self.habits
             or any(look.change in CHANGED for look in self.lookups)
-            or self.late != "always"
-            and any(look.after != "none" or look.change != "none" for look in self.lookups)
-            or all(collection.frozen for collection in self.collections)
-            and self.precision == "none"
+            or (self.late != "always" and any(look.after != "none" or look.change != "none" for look in self.lookups))
+            or (all(collection.frozen for collection in self.collections) and self.precision == "none")
         )
 
 

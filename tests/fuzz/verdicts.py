@@ -141,9 +141,7 @@ def _trained(case: Case, pipeline: NestPipeline, model: Any, rank: int, losses: 
         if count or case.loop == "count":
             for _ in range(count or len(sizes[rank])):
                 step(source)
-        if case.loop != "count" and not count:
-            until_end(source)
-        elif is_last and not case.stop:  # what was in flight when a pass was left, or had not been called for
+        if (case.loop != "count" and not count) or (is_last and not case.stop):
             until_end(source)
     return _at_the_end(case, pipeline, losses, outputs)
 
