@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from nestpipe.adoption.batches import BatchFormat, Reads
 from nestpipe.data.batch import Batch
 
 #: How many batches of fewer than two samples are passed over before the check of separability gives up.
 _PEEKS = 8
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A batch that has been read before its turn. ``drawn``: the state of torch's generator after it, if it drew."""
+
+    batch: Any
+    drawn: Tensor | None
 
 
 class Stream:
@@ -30,31 +42,59 @@ class Stream:
         self._prepare = prepare
         self._convert = convert
         self._form = form
-        self._kept: deque[Any] = deque()
+        self._kept: deque[_Kept] = deque()
+        self._has_ended = False  # seen by ``peek``, and not said yet: an iterator says it once
         self._samples = 0
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> Batch:
-        batch = self._convert(self._kept.popleft() if self._kept else self._read(), self._samples)
+        batch = self._convert(self._handed_on() if self._kept else self._read(), self._samples)
         self._samples += len(batch)
         return batch
 
     def peek(self, samples: int) -> Any:
-        """The first of the next batches that has so many samples, or else the next one. None if there is no batch."""
-        while len(self._kept) < _PEEKS:
-            if self._kept and self._size(self._kept[-1]) >= samples:
-                return self._kept[-1]
-            if self._kept:  # a loader may use its tensors again for the next batch
-                self._kept[-1] = self._form.copied(self._kept[-1])
+        """The first of the next batches that has so many samples, or else the next one. None if there is no batch.
+
+        The random numbers that this draws count as drawn when the batches are handed on.
+        """
+        outside = torch.get_rng_state()
+        try:
+            self._read_ahead(samples)
+        finally:
+            torch.set_rng_state(outside)
+        enough = self._kept and self._size(self._kept[-1].batch) >= samples
+        return self._kept[-1 if enough else 0].batch if self._kept else None
+
+    def _read_ahead(self, samples: int) -> None:
+        for drawn in [kept.drawn for kept in self._kept if kept.drawn is not None][-1:]:
+            torch.set_rng_state(drawn)
+        while len(self._kept) < _PEEKS and not self._has_ended:
+            if self._kept:
+                if self._size(self._kept[-1].batch) >= samples:
+                    return
+                # A loader may use its tensors again for the next batch.
+                self._kept[-1] = replace(self._kept[-1], batch=self._form.copied(self._kept[-1].batch))
+            before = torch.get_rng_state()
             try:
-                self._kept.append(self._read())
+                batch = self._read()
             except StopIteration:
-                break
-        return self._kept[0] if self._kept else None
+                self._has_ended = True
+            else:
+                after = torch.get_rng_state()
+                self._kept.append(_Kept(batch, None if torch.equal(before, after) else after))
+
+    def _handed_on(self) -> Any:
+        kept = self._kept.popleft()
+        if kept.drawn is not None:
+            torch.set_rng_state(kept.drawn)
+        return kept.batch
 
     def _read(self) -> Any:
+        if self._has_ended:
+            self._has_ended = False
+            raise StopIteration
         batch = next(self.source)
         return batch if self._prepare is None else self._prepare(batch)
 
