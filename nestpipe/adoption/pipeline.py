@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestpipe.adoption.adopted import AdoptedModel, adopt_collections, copied, discover, release
+from nestpipe.adoption.adopted import AdoptedModel, Discovery, adopt_collections, copied, discover, release
 from nestpipe.adoption.batches import BatchFormat, Reads, sources
 from nestpipe.adoption.collections import (
     find_collections,
@@ -229,6 +229,20 @@ class NestPipeline:
         tables = {name: t.weight for c in collections.values() for name, t in tables_of(c).items()}
         starts = whole_tables(collections)
         adopt_collections(self._model, self._lookups)
+        try:
+            known = self._discovered(stream, tables)
+            for result in known:  # a rank without data learns from the others, and all know the same
+                for source, names in result.reads.tables.items():
+                    for name in names:
+                        self._reads.add(name, source)
+                self._reads.seen |= result.reads.seen
+            self._build(known[0].summed, starts)
+        except BaseException:
+            release(self._model)
+            raise
+
+    def _discovered(self, stream: Stream, tables: dict[str, Tensor]) -> list[Discovery]:
+        """What the ranks that have samples found out. Collective. Raises StopIteration if no rank has any data."""
         error, found, has_data = None, None, False
         try:
             raw = stream.peek(2 if self._check else 1)
@@ -242,29 +256,20 @@ class NestPipeline:
                     found = discover(self._model, tables, self._lookups, self._form, self._losses, batch, reads, check)
         except Exception as failed:  # raised below, so that no rank waits for this one
             error = failed
-        try:
-            results, failure = outcomes(None if error is None else str(error), (has_data, found))
-            if error is not None:
-                raise error
-            if failure:
-                raise ValueError(f"rank {failure.rank}: {failure.why}")
-            known = [result for _, result in results if result is not None]
-            if not any(any_data for any_data, _ in results):
-                self._stream = None
-                raise StopIteration
-            if not known:
-                raise ValueError("the first batches of all ranks hold no sample, so nothing is known of the model")
-            if len({result.summed for result in known}) > 1:
-                raise ValueError("the model returns Summed on some ranks and another loss on others; return one kind")
-            for result in known:  # a rank without data learns from the others, and all know the same
-                for source, names in result.reads.tables.items():
-                    for name in names:
-                        self._reads.add(name, source)
-                self._reads.seen |= result.reads.seen
-            self._build(known[0].summed, starts)
-        except BaseException:
-            release(self._model)
-            raise
+        results, failure = outcomes(None if error is None else str(error), (has_data, found))
+        if error is not None:
+            raise error
+        if failure:
+            raise ValueError(f"rank {failure.rank}: {failure.why}")
+        known = [result for _, result in results if result is not None]
+        if not any(any_data for any_data, _ in results):
+            self._stream = None
+            raise StopIteration
+        if not known:
+            raise ValueError("the first batches of all ranks hold no sample, so nothing is known of the model")
+        if len({result.summed for result in known}) > 1:
+            raise ValueError("the model returns Summed on some ranks and another loss on others; return one kind")
+        return known
 
     def _build(self, summed: bool, starts: dict[str, Tensor]) -> None:
         def build(embeddings: nn.Module) -> nn.Module:

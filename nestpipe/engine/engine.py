@@ -150,9 +150,12 @@ class Engine:
     def load_table(self, name: str, rows: Tensor) -> None:
         """Set the weights of a table from ``rows``, float32 [table rows, dim], before the first step.
 
-        Every rank gets the whole table and takes the rows that it owns.
+        Every rank gets the whole table and takes the rows that it owns. Replicas start as the first one. Collective if
+        tables are replicated.
         """
         self._table.load(name, rows)
+        if self._exchanges.replicas is not None:
+            self._exchanges.replicas.exchanges["replicas"].broadcast(self._table.block(name).weight)
 
     def dense_state(self) -> Mapping[str, Tensor]:
         return self._dense.weights()

@@ -51,6 +51,45 @@ def unseeded() -> tuple[list[float], list[torch.Tensor]]:
     return losses, found
 
 
+def unseeded_replicas() -> list[torch.Tensor]:
+    """Tables that are whole on each rank, which draws its own."""
+    with torch.random.fork_rng():
+        torch.manual_seed(100 + rank())
+        model = Scores()
+    pipeline = NestPipeline(model, sgd, RULE, micro_batches=2, method="nestpipe+2d-sp")
+    batches = iter(clicks()())
+    for _ in range(3):
+        pipeline.progress(batches)
+    found = [pipeline.trainer.table(name).clone() for name in ("t_a", "t_b")]
+    pipeline.close()
+    return found
+
+
+def test_replicas_of_tables_start_equal_without_a_common_seed(pool2):
+    one, other = pool2.run(unseeded_replicas)
+    assert len(one) == 2 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_an_interrupt_in_the_first_pass_gives_the_model_back():
+    class Interrupted(Scores):
+        calls = 0
+
+        def forward(self, batch):
+            self.calls += 1
+            if self.calls == 2:
+                raise KeyboardInterrupt
+            return super().forward(batch)
+
+    model = Interrupted()
+    pipeline, batches = NestPipeline(model, sgd, RULE, micro_batches=2), iter(clicks()())
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.progress(batches)
+    assert set(model.ebc.embedding_bags) == {"t_a", "t_b"}
+    model.calls = 2
+    assert pipeline.progress(batches).step == 0
+    pipeline.close()
+
+
 def test_ranks_without_a_common_seed_train_rank_0s_weights(pool2):
     (losses, weights), (others, same) = pool2.run(unseeded)
     assert losses == others and len(weights) == len(same) >= 7
