@@ -101,7 +101,7 @@ def keyed_of(path: str, leaf: KeyedForm, part: Batch) -> HandedOut:
 
 
 def weights_place(path: str) -> str:
-    """Where ``Batch.extra`` has the weights of the JaggedTensor at ``path``."""
+    """The place in ``Batch.extra`` of the weights of the JaggedTensor at ``path``."""
     return f"{_WEIGHTS}{path}"
 
 

@@ -22,7 +22,7 @@ def stream_of(batches: Iterator[Tensor]) -> Stream:
 
 
 def passes(sizes: tuple[int, ...], times: int) -> Iterator[Tensor | None]:
-    """Batches whose values are drawn; None where an iterator would stop."""
+    """Batches whose values are drawn; None if an iterator would stop there."""
     for _ in range(times):
         for size in sizes:
             yield torch.rand(size)

@@ -46,7 +46,7 @@ class Case:
     ``keyed``: how KeyedJaggedTensors are made. ``late``: in which batches field y is there; ``optional``: the weight.
     ``cut``: after so many calls the first pass is left for the second one, 0 for never. ``stop``: the same for the
     last pass, after which training ends. ``loop``: whether passes end by StopIteration or by counting batches, or
-    whether one iterator goes on after each StopIteration.
+    whether one iterator continues after each StopIteration.
     """
 
     seed: int
@@ -150,7 +150,7 @@ def draw_case(seed: int, ranks: int) -> Case:
         optional=r.choice(["no", "no", "later", "at first", "always"]),
         extras=tuple(e for e in EXTRAS if r.random() < 0.15),
         loss=loss,
-        output=r.choice(["tensor", "tensor", "dict", "three", "nested", "jagged", "alone"]),
+        output=r.choice(["tensor", "tensor", "dict", "three", "nested", "jagged", "single"]),
         habits=tuple(h for h in HABITS if r.random() < 0.12) + tuple(h for h in RARE_HABITS if r.random() < 0.025),
         precision=r.choice(["float32"] * 6 + ["bfloat16", "float64", "none"]) if not repeat else "float32",
         dense=r.choice(["sgd", "sgd", "momentum", "adam", "adamw"]),

@@ -90,7 +90,7 @@ def batches(case: Case, number: int, rank: int, reuse: bool = False) -> Iterator
 
 
 class Again:
-    """All passes in one iterator, which goes on after each StopIteration."""
+    """All passes in one iterator, which continues after each StopIteration."""
 
     def __init__(self, passes: list[Iterator[Any]]) -> None:
         self._passes = passes

@@ -179,7 +179,7 @@ class Model(nn.Module):
     def _output(self, loss: Any, score: Tensor, batch: Any) -> Any:
         label = field(batch, "label")
         kind = self.case.output
-        if kind == "alone":
+        if kind == "single":
             return loss
         if kind == "three":
             return loss, score, label
